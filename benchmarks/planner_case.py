@@ -35,6 +35,20 @@ SIZES = {
 }
 """LLaMA-2 shapes, by billions of parameters."""
 
+# An RLHF system of 2024 in PyTorch without CUDA graphs; made by `planner_fit.py`. The efficiency is
+# low because it stands for all that grows with the tokens, and because the peak is that of an
+# H100's dense half-precision products.
+PUBLISHED_H100 = Constants(
+    matmul_efficiency=0.133,
+    memory_efficiency=0.8,
+    network_efficiency=0.7,
+    launch_s=5.33e-4,
+    hop_s=2.08e-5,
+    stage_s=5.6e-4,
+    call_s=0.0,
+    source="fitted to 16 published PPO iterations on H100 nodes without CUDA graphs",
+)
+
 H100 = DeviceSpec(
     name="h100",
     memory_bytes=80_000_000_000,

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from bench import parser, report, table
 from numpy.typing import NDArray
-from penstock.planner.cost.calibration import GPU_DEFAULTS, PUBLISHED_H100, Constants
-from planner_case import ROWS, SIZES, Case, case, heuristic_s, read_rows
+from penstock.planner.cost.calibration import GPU_DEFAULTS, Constants
+from planner_case import PUBLISHED_H100, ROWS, SIZES, Case, case, heuristic_s, read_rows
 
 FITTED = ("matmul_efficiency", "hop_s", "stage_s")
 START = {"matmul_efficiency": 0.2, "hop_s": 1e-5, "stage_s": 1e-3}
-SOURCE = "fitted to 16 published PPO iterations on H100 nodes without CUDA graphs"
+SOURCE = PUBLISHED_H100.source
 GROUPS: dict[str, Callable[[dict[str, Any]], int]] = {
     "largest model": lambda row: max(row["actor_b"], row["critic_b"]),
     "gpus": lambda row: row["gpus"],

@@ -24,13 +24,13 @@ import matplotlib.pyplot as plt
 from bench import parser, report, table
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.graph.tracer import build
-from penstock.planner.cost.calibration import PUBLISHED_H100
 from penstock.planner.inputs.calls import Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.search.option_table import ModelTable, call_nodes
 from penstock.planner.search.options import CallNode, OptionTable, SearchResult
 from penstock.planner.search.search import search
+from planner_case import PUBLISHED_H100
 from planner_synthetic import SHAPE_70B, SyntheticTable, h100_cluster, ppo_calls
 
 MIXTRAL = ModelShape(
@@ -143,7 +143,6 @@ def main() -> None:
     options.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64, 128, 512, 1280])
     options.add_argument("--lags", type=int, nargs="+", default=[0, 1])
     options.add_argument("--ask-ms", type=float, default=3.0, help="of the made-up table")
-    options.add_argument("--max-gap", type=float, default=0.0)
     options.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS")
     options.add_argument("--svg", type=Path, help="where to draw the curves")
     args = options.parse_args()
@@ -154,7 +153,7 @@ def main() -> None:
             began_s = time.process_time()
             result = search(
                 calls, asked, cluster,
-                max_lag=max_lag, deadline_s=args.deadline, max_gap=args.max_gap,
+                max_lag=max_lag, deadline_s=args.deadline,
             )  # fmt: skip
             cpu_s = time.process_time() - began_s
             rows.append(row_of(num_nodes, max_lag, cpu_s, result))

@@ -2,9 +2,8 @@
 
 Each row of the file is an iteration whose heuristic plan is known in full (`planner_case` says
 how), so the prediction is compared as it is, not as a ranking. Nothing is fitted here: the
-constants are `PUBLISHED_H100` of `penstock.planner.cost.calibration`, which `planner_fit.py` made
-from the rows that are the default. Any file of that format will do: other sizes, clusters and
-lengths.
+constants are `PUBLISHED_H100` of `planner_case`, which `planner_fit.py` made from the rows that are
+the default. Any file of that format will do: other sizes, clusters and lengths.
 
 `--searched` also searches each row's best plan with the same constants and compares its predicted
 time with the published time of the other system's own search, whose plans are not published. Ours
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import parser, report, table
-from penstock.planner.cost.calibration import PUBLISHED_H100, Constants
+from penstock.planner.cost.calibration import Constants
 from penstock.planner.search.option_table import ModelTable, call_nodes
 from penstock.planner.search.search import search
-from planner_case import ROWS, Case, case, heuristic_s, read_rows
+from planner_case import PUBLISHED_H100, ROWS, Case, case, heuristic_s, read_rows
 
 Column = Callable[[Case, Constants], Mapping[str, float]]
 

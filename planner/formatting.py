@@ -17,14 +17,6 @@ def seconds_text(seconds: float) -> str:
     return "0 s"
 
 
-def bytes_unit(size: float) -> tuple[str, int]:
-    """The unit in which a size is written, and its bytes."""
-    for unit, factor in _UNITS:
-        if size >= factor:
-            return unit, factor
-    return "B", 1
-
-
 def bytes_of(text: str) -> int:
     """Bytes of a size as people write it: "6GiB", "512 MiB"."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(MiB|GiB|TiB)", text)
@@ -35,7 +27,8 @@ def bytes_of(text: str) -> int:
 
 def bytes_text(size: float, *, like: float | None = None, unit: bool = True) -> str:
     """Bytes in powers of 1024: "61.5 GiB", "410 MiB"."""
-    name, factor = bytes_unit(size if like is None else like)
+    whole = size if like is None else like
+    name, factor = next(((n, f) for n, f in _UNITS if whole >= f), ("B", 1))
     number = f"{size:.0f}" if factor == 1 else _digits(size / factor)
     if 0 < size < 0.005 * factor:
         number = "<0.01"

@@ -17,25 +17,23 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ...dataflow.errors import PlanError
 from ...dataflow.files import read_bytes
 from ..inputs.calls import CallKind
 from ..inputs.cluster import ClusterSpec
-from ..inputs.model_shape import ModelShape
+from ..inputs.model_shape import ModelShape, PlanData
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Constants(BaseModel):
+class Constants(PlanData):
     """A program's use of devices and links; the same for every model, mesh and layout."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     matmul_efficiency: Share
     """Share of the device's peak that large matrix products reach in training and forward passes,
@@ -117,25 +115,8 @@ def default_constants(cluster: ClusterSpec) -> Constants:
     return CPU_DEFAULTS if cpu else GPU_DEFAULTS
 
 
-# an RLHF system of 2024 in PyTorch without CUDA graphs; made by `benchmarks/planner_fit.py`. The
-# efficiency is low because it stands for all that grows with the tokens, and because the peak is
-# that of an H100's dense half-precision products.
-PUBLISHED_H100 = Constants(
-    matmul_efficiency=0.133,
-    memory_efficiency=0.8,
-    network_efficiency=0.7,
-    launch_s=5.33e-4,
-    hop_s=2.08e-5,
-    stage_s=5.6e-4,
-    call_s=0.0,
-    source="fitted to 16 published PPO iterations on H100 nodes without CUDA graphs",
-)
-
-
-class MeasuredCall(BaseModel):
+class MeasuredCall(PlanData):
     """A call that was timed, and what the model of time says of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
     """The call, with its numbers of rows and of tokens in each."""
@@ -153,10 +134,8 @@ class MeasuredCall(BaseModel):
         return self.predicted_s / self.measured_s - 1.0
 
 
-class DtypeConstants(BaseModel):
+class DtypeConstants(PlanData):
     """Rates that the engine reaches on a device with models in one dtype."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     constants: Constants
     """With the efficiency of products at the middle width."""
@@ -170,23 +149,17 @@ class DtypeConstants(BaseModel):
         Between two measured widths the efficiency is interpolated over the logarithm of the width;
         beyond them it is that of the nearest.
         """
-        return self.constants.replaced(matmul_efficiency=self._efficiency(width))
-
-    def _efficiency(self, width: int) -> float:
         known = sorted(self.matmul_efficiency.items())
-        if width <= known[0][0]:
-            return known[0][1]
+        found = known[0][1] if width <= known[0][0] else known[-1][1]
         for (low, at_low), (high, at_high) in pairwise(known):
-            if width <= high:
+            if low < width <= high:
                 way = math.log(width / low) / math.log(high / low)
-                return at_low + way * (at_high - at_low)
-        return known[-1][1]
+                found = at_low + way * (at_high - at_low)
+        return self.constants.replaced(matmul_efficiency=found)
 
 
-class Calibration(BaseModel):
+class Calibration(PlanData):
     """One machine, as the planner sees it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cluster: ClusterSpec
     """The devices: each is what one rank has."""
@@ -241,22 +214,26 @@ class Calibration(BaseModel):
         Raises:
             PlanError: If the file is missing, cannot be read, or holds something else.
         """
-        try:
-            return Calibration.model_validate_json(read_bytes(file).decode())
-        except FileNotFoundError:
-            raise PlanError(
-                f"calibration file {file} does not exist; `penstock profile output={file}` writes "
-                "one"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"calibration file {file} cannot be read: {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "the file"
-            raise PlanError(
-                f"calibration file {file}: {key}: {first['msg']} (got {first['input']!r:.80}); "
-                f"`penstock profile output={file}` writes a new one"
-            ) from None
+        writes = f"; `penstock profile output={file}` writes"
+        return read_model(Calibration, file, "calibration", f"{writes} one", f"{writes} a new one")
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_model(kind: type[M], file: Path, what: str, missing: str = "", wrong: str = "") -> M:
+    """Read a JSON file of a plan's data; `missing` and `wrong` say what makes it if it is so."""
+    try:
+        return kind.model_validate_json(read_bytes(file).decode())
+    except FileNotFoundError:
+        raise PlanError(f"{what} file {file} does not exist{missing}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{what} file {file} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        said = f"{first['msg']} (got {first['input']!r:.80})"
+        raise PlanError(f"{what} file {file}: {key}: {said}{wrong}") from None
 
 
 def _largest(models: Iterable[ModelShape | None]) -> ModelShape | None:

@@ -57,7 +57,8 @@ def fit_constants(
     The matmul efficiency is one per hidden size; the others hold for all.
     """
     widths = sorted({one.width for one in timed})
-    model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start, engine)
+    one_device = Mesh(cluster, (1, *(0 for _ in cluster.node_groups[1:])))
+    model = _Model(timed, widths, one_device, start, engine)
     point = _descended(model)
     constants = [model.constants(point, width) for width in widths]
     found = DtypeConstants(
@@ -67,10 +68,6 @@ def fit_constants(
         },
     )
     return Fit(found, tuple(model.predicted_s(point)))
-
-
-def _one_device(cluster: ClusterSpec) -> tuple[int, ...]:
-    return (1, *(0 for _ in cluster.node_groups[1:]))
 
 
 class _Model:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from ..inputs.calls import Call, CallKind
 from ..inputs.layout import Layout
@@ -24,12 +24,15 @@ from .memory import Parts, resident_parts, transient_parts
 WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
 
 
-class EngineMemory(Protocol):
-    """Bytes that an engine holds on each device; `Layout.offload` is the caller's business."""
+class EngineMemory:
+    """Bytes that an engine holds on each device; `Layout.offload` is the caller's business.
+
+    By default it divides states and activations as its layout says; see `memory`.
+    """
 
     def resident(self, call: Call, layout: Layout) -> Parts:
         """Bytes held between calls for the role; `call` is its train call if it has one."""
-        ...
+        return resident_parts(call, layout)
 
     def transient(
         self,
@@ -50,36 +53,14 @@ class EngineMemory(Protocol):
                 a copy of the weights while it runs, instead of having some of its own.
             rows: For a generation: rows of each rank that run at once; all of them by default.
         """
-        ...
-
-
-class ShardedMemory:
-    """An engine that divides states and activations as its layout says; see `memory`."""
-
-    def resident(self, call: Call, layout: Layout) -> Parts:
-        return resident_parts(call, layout)
-
-    def transient(
-        self,
-        call: Call,
-        layout: Layout,
-        *,
-        on_cpu: bool = True,
-        borrows: bool = False,
-        rows: int | None = None,
-    ) -> Parts:
         return transient_parts(call, layout, borrows=borrows, rows=rows)
-
-
-def _runs_everything(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
-    return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineModel:
     name: str  # what messages call it
-    why_not: WhyNot = _runs_everything  # why it cannot run a layout, if it cannot
-    memory: EngineMemory = ShardedMemory()  # what it holds
+    why_not: WhyNot = lambda layout, kind, shape: None  # why it cannot run a layout, if it cannot
+    memory: EngineMemory = EngineMemory()  # what it holds
     # which states of a trained model its data-parallel ranks share: the stages worth trying. Of
     # ZeRO, 2 costs more time than 1 and more memory than 3 wherever gradients are added up over
     # micro-batches.

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...dataflow.errors import PlanError
 from ..formatting import aligned, bytes_text, part_text
 from ..inputs.calls import Call
 from ..inputs.layout import Layout
@@ -143,16 +142,13 @@ class Computes:
     logits: Callable[[Call, Layout, int], int] = _whole_logits
 
 
-_AS_COUNTED = Computes()
-
-
 def transient_parts(
     call: Call,
     layout: Layout,
     *,
     borrows: bool = False,
     rows: int | None = None,
-    computes: Computes = _AS_COUNTED,
+    computes: Computes = Computes(),
 ) -> Parts:
     """Bytes per device while a call runs, beside what is resident, by part.
 
@@ -346,60 +342,28 @@ class GroupLedger:
                 name, worst = call, parts
         return name, self.held.plus(worst)
 
-
-@dataclass(frozen=True)
-class MemoryLedger:
-    groups: tuple[GroupLedger, ...]
-
-    def peak_bytes(self) -> dict[str, int]:
-        return {group.name: group.peak[1].total for group in self.groups}
-
     def table(self) -> str:
-        rows = [row for group in self.groups for row in _rows(group)]
-        used = [name for name in Parts._fields if any(getattr(parts, name) for *_, parts in rows)]
+        rows = [(f"always: {call_group}", parts) for call_group, parts in self.resident.items()]
+        rows += [(f"while: {call}", parts) for call, parts in self.calls.items()]
+        rows.append(("peak", self.peak[1]))
+        used = [name for name in Parts._fields if any(getattr(parts, name) for _, parts in rows)]
         lines = [["group", "", *map(part_text, used), "total"]]
-        for group, moment, parts in rows:
-            sizes = [getattr(parts, name) for name in used]
-            cells = [bytes_text(size) if size else "-" for size in sizes]
-            lines.append([group, moment, *cells, bytes_text(parts.total)])
+        for at, (moment, parts) in enumerate(rows):
+            cells = [bytes_text(size) if (size := getattr(parts, n)) else "-" for n in used]
+            first = "" if at else f"{self.name} x{self.num_devices}"
+            lines.append([first, moment, *cells, bytes_text(parts.total)])
         return "\n".join(aligned(lines, right=range(2, len(used) + 3)))
 
-
-def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
-    rows = [(f"always: {call_group}", parts) for call_group, parts in group.resident.items()]
-    rows += [(f"while: {call}", parts) for call, parts in group.calls.items()]
-    rows.append(("peak", group.peak[1]))
-    first = f"{group.name} x{group.num_devices}"
-    return [("" if at else first, moment, parts) for at, (moment, parts) in enumerate(rows)]
-
-
-def check(ledger: MemoryLedger, capacity: Mapping[str, int], *, change: str = "") -> None:
-    """Refuse a plan of which a group needs more memory than roles can use.
-
-    Args:
-        ledger: What each group needs.
-        capacity: Group -> bytes that roles can use on each of its devices.
-        change: The cheapest change that makes it fit, for the message.
-
-    Raises:
-        PlanError: If a group does not fit; it names the moment, the largest part and all others.
-    """
-    lacking = {
-        group.name: group.peak[1].total - capacity[group.name]
-        for group in ledger.groups
-        if group.peak[1].total > capacity[group.name]
-    }
-    if not lacking:
-        return
-    worst = max(lacking, key=lambda name: lacking[name])
-    group = next(group for group in ledger.groups if group.name == worst)
-    call, parts = group.peak
-    moment = f"during '{call}'" if call else "at rest"
-    raise PlanError(
-        f"group '{worst}' does not fit: {moment} each of its {group.num_devices} devices needs "
-        f"{bytes_text(parts.total)}, but roles can use {bytes_text(capacity[worst])}; "
-        f"{bytes_text(lacking[worst])} ({lacking[worst]} bytes) are missing. "
-        f"The largest part is {part_text(parts.largest)}, "
-        f"{bytes_text(getattr(parts, parts.largest))}\n{ledger.table()}"
-        + (f"\nthe cheapest change that makes it fit: {change}" if change else "")
-    )
+    def refusal(self, capacity_bytes: int, change: str) -> str:
+        """Say what lacks of a capacity that the peak exceeds, and what would make it fit."""
+        call, parts = self.peak
+        moment = f"during '{call}'" if call else "at rest"
+        lacking = parts.total - capacity_bytes
+        return (
+            f"group '{self.name}' does not fit: {moment} each of its {self.num_devices} devices "
+            f"needs {bytes_text(parts.total)}, but roles can use {bytes_text(capacity_bytes)}; "
+            f"{bytes_text(lacking)} ({lacking} bytes) are missing. "
+            f"The largest part is {part_text(parts.largest)}, "
+            f"{bytes_text(getattr(parts, parts.largest))}\n{self.table()}"
+            f"\nthe cheapest change that makes it fit: {change}"
+        )

@@ -41,16 +41,12 @@ def kv_bytes_per_token(work: Work, layout: Layout) -> float:
     return layers * max(work.key_heads / layout.tp, 1.0) * work.kv_layer_bytes / layout.cp
 
 
-def rows_at_once(call: Call, layout: Layout, kv_bytes: float) -> int:
-    """Rows whose keys and values fit on one data-parallel rank, at their mean final length."""
-    return _rows_at_once(Work.of(call), layout, kv_bytes)
-
-
 def kv_bytes_per_row(work: Work, layout: Layout) -> float:
     return kv_bytes_per_token(work, layout) * work.tokens
 
 
-def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
+def rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
+    """Rows whose keys and values fit on one data-parallel rank, at their mean final length."""
     rows = kv_bytes / kv_bytes_per_row(work, layout)
     return int(rows * (1.0 + 1e-9))  # a budget worked out for n rows must hold n
 
@@ -66,7 +62,7 @@ def generate_time(
     rows = -(-work.rows // layout.dp)
     waves = 1
     if kv_bytes is not None:
-        at_once = _rows_at_once(work, layout, kv_bytes)
+        at_once = rows_at_once(work, layout, kv_bytes)
         if at_once < 1:
             row = kv_bytes_per_row(work, layout)
             raise PlanError(
@@ -161,19 +157,6 @@ def _head(work: Work, layout: Layout, machine: MachineRates, rows: float) -> tup
     return matmul, 0.0, launch, tp_comm, 0.0, 0.0, 0.0, 0.0
 
 
-def _corrected(time: CallTime, factor: float) -> CallTime:
-    return time if factor == 1.0 else CallTime(*[factor * part for part in time])
-
-
-def _without_states(
-    work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None
-) -> CallTime:
-    if work.kind == "generate":
-        return generate_time(work, layout, machine, kv_bytes)
-    pipeline = pipeline_time(work, layout, machine)
-    return forward_time(work, layout, machine, pipeline) if work.kind == "forward" else pipeline
-
-
 class TimeModel:
     """Predicts calls; keeps the numbers of each call and each mesh it has seen.
 
@@ -212,9 +195,16 @@ class TimeModel:
                layout.checkpointing if train else max(layout.zero, 1))  # fmt: skip
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = _without_states(work, layout, machine, kv_bytes)
+            if work.kind == "generate":
+                found = generate_time(work, layout, machine, kv_bytes)
+            else:
+                found = pipeline_time(work, layout, machine)
+            if work.kind == "forward":
+                found = forward_time(work, layout, machine, found)
+            self._kept[key] = found
         found = train_time(work, layout, machine, found) if train else found
-        return _corrected(found, self.constants.corrections.get(work.kind, 1.0))
+        factor = self.constants.corrections.get(work.kind, 1.0)
+        return found if factor == 1.0 else CallTime(*[factor * part for part in found])
 
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
         return kv_bytes_per_row(self._work(call), layout)

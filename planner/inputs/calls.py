@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Constant, Graph, Node
+from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
-from .model_shape import Head, ModelShape
-
-AtLeastOne = Annotated[int, Field(ge=1)]
+from .model_shape import AtLeastOne, Head, ModelShape, PlanData
 
 
-class Lengths(BaseModel):
+class Lengths(PlanData):
     """A distribution of lengths in tokens, as a histogram; a constant is one bin."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     tokens: tuple[AtLeastOne, ...] = Field(min_length=1)
     """Length of each bin, ascending."""
@@ -63,10 +59,8 @@ class Lengths(BaseModel):
         return sum(t * t * share for t, share in zip(self.tokens, self.shares, strict=True))
 
 
-class Workload(BaseModel):
+class Workload(PlanData):
     """One step of the algorithm, in rows and tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     num_prompts: AtLeastOne
     """Prompts per step."""
@@ -115,8 +109,9 @@ def stretches(response: Lengths, segment_tokens: int | None = None) -> tuple[Str
     ends = {(tokens - 1) % segment + 1 for tokens in response.tokens} | {segment}
     found: list[Stretch] = []
     begin = 0
+    ages = range(0, response.longest, segment)
     for end in sorted(ends):
-        running = [(age, _longer(response, age + begin)) for age in _ages(response, segment)]
+        running = [(age, _longer(response, age + begin)) for age in ages]
         rows = sum(share for _, share in running)
         before = sum(age * share for age, share in running) / rows
         found.append(Stretch(begin, end, rows, before))
@@ -126,12 +121,8 @@ def stretches(response: Lengths, segment_tokens: int | None = None) -> tuple[Str
 
 def begun_before(response: Lengths, segment_tokens: int | None = None) -> tuple[Begun, ...]:
     segment = segment_tokens or response.longest
-    ages = [age for age in _ages(response, segment) if age]
+    ages = range(segment, response.longest, segment)
     return tuple(Begun(age, _longer(response, age)) for age in ages)
-
-
-def _ages(response: Lengths, segment: int) -> Iterator[int]:
-    return iter(range(0, response.longest, segment))
 
 
 def _longer(response: Lengths, tokens: int) -> float:
@@ -220,7 +211,8 @@ def calls_of(
     for node in graph.nodes:
         before = dict.fromkeys(c for _, ref in node.inputs for c in needs.get(ref.node, ()))
         shape = models.get(node.role or "")
-        if node.role is None or shape is None or _follows(node):
+        follows = node.kind is NodeKind.TRAIN and not node.learns
+        if node.role is None or shape is None or follows:
             needs[node.name] = tuple(before)
             continue
         leader = leaders.get(node.role, "")
@@ -235,8 +227,8 @@ def _call(
     after: tuple[str, ...], leader: str,
 ) -> Call:  # fmt: skip
     role = node.role or ""
-    passes = int(_constant(node, "epochs", 1))
-    updates = passes * int(_constant(node, "num_minibatches", 1))
+    passes = int(node.constants.get("epochs", 1))
+    updates = passes * int(node.constants.get("num_minibatches", 1))
     return Call(
         name=node.name,
         role=role,
@@ -254,10 +246,6 @@ def _call(
         updates=workload.updates_per_train or updates,
         after=after,
     )
-
-
-def _follows(node: Node) -> bool:
-    return node.kind is NodeKind.TRAIN and not node.learns
 
 
 def _leaders(graph: Graph, models: Mapping[str, ModelShape | None]) -> dict[str, str]:
@@ -280,11 +268,5 @@ def _leaders(graph: Graph, models: Mapping[str, ModelShape | None]) -> dict[str,
 def _samples(graph: Graph) -> int:
     for node in graph.nodes:
         if node.kind is NodeKind.ROLLOUT:
-            sampling = _constant(node, "sampling", None)
-            return int(getattr(sampling, "num_samples", 1))
+            return int(getattr(node.constants.get("sampling"), "num_samples", 1))
     return 1
-
-
-def _constant(node: Node, name: str, default: Any) -> Any:
-    value = dict(node.arguments).get(name)
-    return value.value if isinstance(value, Constant) else default

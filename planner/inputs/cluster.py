@@ -11,22 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ...dataflow.errors import PlanError
+from .model_shape import AtLeastOne, PlanData
 
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
 Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 MOST_DEVICES = 100_000
 """Most devices of a cluster: the description of each takes room and time."""
 
 
-class _Spec(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+class _Spec(PlanData):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class DeviceSpec(_Spec):
@@ -156,44 +154,32 @@ class ClusterSpec(_Spec):
             if group.device.stands_in(dtype)
         )
 
-    @property
-    def is_uniform(self) -> bool:
-        return len(self.node_groups) == 1
-
-    def first_device(self, node_group: int) -> int:
-        return sum(group.num_devices for group in self.node_groups[:node_group])
-
     def node_of(self, device: int) -> int:
         """Number of the node that holds a device.
 
         Raises:
             PlanError: If the cluster has no such device.
         """
+        return self._holder(device)[1]
+
+    def spec_of(self, device: int) -> DeviceSpec:
+        return self._holder(device)[0].device
+
+    def labels_of(self, device: int) -> Mapping[str, str]:
+        """The labels of the node that holds a device."""
+        return self._holder(device)[0].labels
+
+    def _holder(self, device: int) -> tuple[NodeGroup, int]:
         nodes, first = 0, 0
         for group in self.node_groups:
             if first <= device < first + group.num_devices:
-                return nodes + (device - first) // group.devices_per_node
+                return group, nodes + (device - first) // group.devices_per_node
             first += group.num_devices
             nodes += group.num_nodes
         raise PlanError(
             f"cluster '{self.name}' has no device {device}; its {self.num_devices} devices are "
             f"numbered from 0"
         )
-
-    def spec_of(self, device: int) -> DeviceSpec:
-        return self._group_of(device).device
-
-    def labels_of(self, device: int) -> Mapping[str, str]:
-        """The labels of the node that holds a device."""
-        return self._group_of(device).labels
-
-    def _group_of(self, device: int) -> NodeGroup:
-        first = 0
-        for group in self.node_groups:
-            if first <= device < first + group.num_devices:
-                return group
-            first += group.num_devices
-        raise PlanError(f"cluster '{self.name}' has no device {device}")
 
 
 @dataclass(frozen=True)
@@ -218,10 +204,6 @@ class Mesh:
     @cached_property
     def node_size(self) -> int:
         return min(min(group.devices_per_node, count) for group, count in self._used)
-
-    @cached_property
-    def num_nodes(self) -> int:
-        return sum(-(-count // group.devices_per_node) for group, count in self._used)
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -249,9 +231,6 @@ class Mesh:
     @property
     def between(self) -> LinkSpec:
         return self.cluster.between
-
-    def link(self, ranks: int) -> LinkSpec:
-        return self.within if ranks <= self.node_size else self.between
 
 
 # Smaller clusters, and ones of which one thing is twice as much: what a step takes on each of them

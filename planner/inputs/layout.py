@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, isqrt
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Literal
 
 from ...dataflow.errors import PlanError
-from .model_shape import ModelShape
-
-AtLeastOne = Annotated[int, Field(ge=1)]
+from .model_shape import AtLeastOne, ModelShape, PlanData
 
 
-class Layout(BaseModel):
+class Layout(PlanData):
     """Parallel sizes of one call of one model. Ranks are numbered tp fastest, then cp, dp, pp."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     tp: AtLeastOne = 1
     """Tensor parallel: ranks that share every matrix."""

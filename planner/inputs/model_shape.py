@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,10 +25,14 @@ _QKV_BIAS = {"qwen2", "qwen2_moe"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
 
 
-class ModelShape(BaseModel, frozen=True):
-    """Sizes of a decoder-only transformer with gated feed-forward and RMS norms."""
+class PlanData(BaseModel):
+    """A part of a plan, or of what it is made from: frozen, and without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelShape(PlanData, frozen=True):
+    """Sizes of a decoder-only transformer with gated feed-forward and RMS norms."""
 
     name: str
     """Name in tables."""
@@ -84,14 +87,11 @@ class ModelShape(BaseModel, frozen=True):
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
-    def shared_expert_params(self) -> int:
-        gate = 1 if self.shared_expert_size else 0
-        return self.hidden_size * (3 * self.shared_expert_size + gate)
-
-    @property
     def _everyones_params(self) -> int:
-        router = self.hidden_size * self.num_experts
-        return self.attention_params + self.shared_expert_params + router + 2 * self.hidden_size
+        gate = 1 if self.shared_expert_size else 0
+        shared = 3 * self.shared_expert_size + gate
+        # The shared expert, the router, and two norms.
+        return self.attention_params + self.hidden_size * (shared + self.num_experts + 2)
 
     @property
     def layer_params(self) -> int:
@@ -118,14 +118,6 @@ class ModelShape(BaseModel, frozen=True):
         if self.adapter_params:
             return self.adapter_params * DTYPE_BYTES["float32"]
         return self.num_params(head) * self.dtype_bytes
-
-    def active_params(self, head: Head = "vocabulary") -> int:
-        out = self.hidden_size if head == "scalar" else self.embedding_params
-        return self.num_layers * self.active_layer_params + out
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_key_heads * self.head_dim * self.dtype_bytes
 
 
 def shape_of(
@@ -197,10 +189,6 @@ class LogicalParam:
     # of each: gate and up projections in one matrix
     num_blocks: int = 1
 
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
-
 
 def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[LogicalParam, ...]:
     """All parameters of a model, embedding first, head last.
@@ -235,12 +223,8 @@ def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) ->
         for p in logical_params(model)
         if p.place == "layer" and len(p.shape) == 2 and not p.name.endswith(".mlp.gate.weight")
     ]
-    return sum(rank * sum(p.shape) for p in maps if _is_target(p.name, targets))
-
-
-def _is_target(name: str, targets: Sequence[str]) -> bool:
-    full = f".{name.removesuffix('.weight')}"
-    return not targets or any(full.endswith(f".{target}") for target in targets)
+    ends = tuple(f".{target}.weight" for target in targets)
+    return sum(rank * sum(p.shape) for p in maps if not targets or f".{p.name}".endswith(ends))
 
 
 def _layer(model: ModelShape, layer: int) -> Iterator[LogicalParam]:

@@ -13,35 +13,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from ...dataflow.errors import PlanError
-from ...dataflow.files import read_bytes
 from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
 from ...dataflow.registry import imported
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
-from ..cost.calibration import Constants
+from ..cost.calibration import Constants, read_model
 from ..inputs.calls import Workload
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
+from ..inputs.model_shape import PlanData
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class NodePrediction(_Data):
+class NodePrediction(PlanData):
     # from its start to its end on its group, moving weights into its layout included
     duration_s: Seconds
     # what the duration is made of: "compute", "tensor_parallel", ..
     parts_s: Mapping[str, Seconds] = Field(default_factory=dict[str, float])
 
 
-class GroupMemory(_Data):
+class GroupMemory(PlanData):
     """Memory of the fullest device of one group.
 
     Calls of a group run one after the other, so the most it ever holds is what is resident and the
@@ -70,27 +66,27 @@ class GroupMemory(_Data):
         return self.resident_total_bytes + most
 
 
-class RunnerUp(_Data):
+class RunnerUp(PlanData):
     description: str  # who shares how many devices
     step_time_s: Seconds  # what it would take
     why: str  # why it lost, in one sentence
 
 
-class StreamedStep(_Data):
+class StreamedStep(PlanData):
     """The same plan where a step's rows go on in parts."""
 
     num_parts: int = Field(ge=1)  # parts
     step_time_s: Annotated[float, Field(gt=0)]  # seconds per step
 
 
-class OtherSchedule(_Data):
+class OtherSchedule(PlanData):
     max_lag: int = Field(ge=0)  # how many steps generation may run ahead
     # how far a response grows in one step; 0: to its end
     segment_tokens: int = Field(default=0, ge=0)
     step_time_s: Seconds | None  # what it would take; None if no plan fits
 
 
-class Prediction(_Data):
+class Prediction(PlanData):
     # whether every device holds what it must; a plan that does not is refused, not returned
     feasible: bool = True
     step_time_s: Annotated[float, Field(gt=0)]  # seconds per step, steps following each other
@@ -137,10 +133,8 @@ class Prediction(_Data):
         return {name: node.duration_s for name, node in self.nodes.items()}
 
 
-class GroupPlan(BaseModel):
+class GroupPlan(PlanData):
     """One group of ranks: worker processes, each on a device of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     """Name in nodes and traces."""
@@ -188,10 +182,8 @@ class GroupPlan(BaseModel):
         return DeviceGroup(self.name, num_ranks, self.device, tensor, stages, self.devices, served)
 
 
-class Plan(BaseModel):
+class Plan(PlanData):
     """Groups, and the group of every node; with a layout and a prediction where they are known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     groups: tuple[GroupPlan, ...] = Field(min_length=1)
     """The worker groups; those that share devices take turns on them. The planner's share none."""
@@ -222,12 +214,30 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Plan:
-        _check_groups(self)
+        names = Counter(group.name for group in self.groups)
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise PlanError(
+                f"two groups of the plan are named '{repeated[0]}'; names must be unique"
+            )
+        for group in self.groups:
+            twice = [device for device, count in Counter(group.devices).items() if count > 1]
+            if twice:
+                raise PlanError(
+                    f"device {twice[0]} is in group '{group.name}' twice over; a process has a "
+                    "device that no other process of its group has"
+                )
+        if isinstance(self.cluster, ClusterSpec) and self.devices:
+            self.cluster.node_of(max(self.devices))  # which refuses a device that there is not
         return self
 
     @property
+    def devices(self) -> frozenset[int]:
+        return frozenset(device for group in self.groups for device in group.devices)
+
+    @property
     def num_devices(self) -> int:
-        return len({device for group in self.groups for device in group.devices})
+        return len(self.devices)
 
     @property
     def device_hours(self) -> float:
@@ -257,7 +267,12 @@ class Plan(BaseModel):
         return next((self.nodes[name] for name in names if name in self.nodes), default)
 
     def placement(self, graph: Graph) -> Placement:
-        self._check_graph(graph)
+        if self.graph not in ("", graph.fingerprint):
+            raise PlanError(
+                f"the plan was made for another version of {graph.name}: its graph is "
+                f"{self.graph}, and this one is {graph.fingerprint}\n"
+                "    plan again: penstock plan ... output=FILE"
+            )
         named = {
             name for node in graph.nodes for name in (node.name, node.role or "", _generation(node))
         }
@@ -267,30 +282,17 @@ class Plan(BaseModel):
             if node.kind is not NodeKind.SOURCE
         }
         unknown = {name: group for name, group in self.nodes.items() if name not in named}
-        groups = tuple(self._on_nodes(group.device_group) for group in self.groups)
+        groups = tuple(group.device_group for group in self.groups)
+        if isinstance(cluster := self.cluster, ClusterSpec):
+            on = {d: ClusterNode(cluster.node_of(d), cluster.labels_of(d)) for d in self.devices}
+            groups = tuple(replace(g, nodes=tuple(on[d] for d in g.devices)) for g in groups)
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
         durations_s = self.prediction.durations_s if self.prediction else {}
         placement = Placement(groups, {**nodes, **unknown}, num_chunks, durations_s)
         check_placement(graph, placement)
         self._check_served(graph, placement)
-        self._check_layouts(graph)
-        self._check_micro_batches(graph)
+        self._check_calls(graph)
         return placement
-
-    def _check_graph(self, graph: Graph) -> None:
-        if self.graph not in ("", graph.fingerprint):
-            raise PlanError(
-                f"the plan was made for another version of {graph.name}: its graph is "
-                f"{self.graph}, and this one is {graph.fingerprint}\n"
-                "    plan again: penstock plan ... output=FILE"
-            )
-
-    def _on_nodes(self, group: DeviceGroup) -> DeviceGroup:
-        cluster = self.cluster
-        if not isinstance(cluster, ClusterSpec):
-            return group
-        nodes = (ClusterNode(cluster.node_of(d), cluster.labels_of(d)) for d in group.devices)
-        return replace(group, nodes=tuple(nodes))
 
     def _check_served(self, graph: Graph, placement: Placement) -> None:
         for group in self.groups:
@@ -301,14 +303,17 @@ class Plan(BaseModel):
                     + (f"; they are given {', '.join(given)}" if given else "")
                 )
 
-    def _check_layouts(self, graph: Graph) -> None:
+    def _check_calls(self, graph: Graph) -> None:
         named = {node.name: node for node in graph.nodes if node.role}
-        for name, layout in self.layouts.items():
+        keys = [("a layout", name) for name in self.layouts]
+        keys += [("micro_batch_tokens", name) for name in self.micro_batch_tokens]
+        for key, name in keys:
             if name not in named:
                 raise PlanError(
-                    f"the plan has a layout for '{name}', which is no call of graph "
+                    f"the plan has {key} for '{name}', which is no call of graph "
                     f"'{graph.name}'; its calls are {', '.join(named)}"
                 )
+        for name, layout in self.layouts.items():
             group = self.group(self.group_of(named[name]))
             if group.devices and layout.num_devices != len(group.devices):
                 raise PlanError(
@@ -317,46 +322,9 @@ class Plan(BaseModel):
                     f"be {len(group.devices)}"
                 )
 
-    def _check_micro_batches(self, graph: Graph) -> None:
-        calls = [node.name for node in graph.nodes if node.role]
-        for name in self.micro_batch_tokens:
-            if name not in calls:
-                raise PlanError(
-                    f"the plan has micro_batch_tokens for '{name}', which is no call of graph "
-                    f"'{graph.name}'; its calls are {', '.join(calls)}"
-                )
-
     @staticmethod
     def read(file: Path) -> Plan:
-        try:
-            return Plan.model_validate_json(read_bytes(file).decode())
-        except FileNotFoundError:
-            raise PlanError(f"plan file {file} does not exist") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"plan file {file} cannot be read: {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "the file"
-            raise PlanError(
-                f"plan file {file}: {key}: {first['msg']} (got {first['input']!r:.80})"
-            ) from None
-
-
-def _check_groups(plan: Plan) -> None:
-    names = Counter(group.name for group in plan.groups)
-    repeated = [name for name, count in names.items() if count > 1]
-    if repeated:
-        raise PlanError(f"two groups of the plan are named '{repeated[0]}'; names must be unique")
-    for group in plan.groups:
-        twice = [device for device, count in Counter(group.devices).items() if count > 1]
-        if twice:
-            raise PlanError(
-                f"device {twice[0]} is in group '{group.name}' twice over; a process has a device "
-                "that no other process of its group has"
-            )
-    used = [device for group in plan.groups for device in group.devices]
-    if isinstance(plan.cluster, ClusterSpec) and used:
-        plan.cluster.node_of(max(used))
+        return read_model(Plan, file, "plan")
 
 
 def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:

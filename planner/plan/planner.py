@@ -14,8 +14,8 @@ from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
 from ..cost.calibration import Constants
-from ..cost.engine_model import EngineModel, RoleEngines
-from ..cost.memory import GroupLedger, MemoryLedger, Parts, check
+from ..cost.engine_model import RoleEngines
+from ..cost.memory import GroupLedger, Parts
 from ..cost.time_model import TimeModel
 from ..cost.time_parts import CallTime
 from ..formatting import bytes_text, seconds_text
@@ -57,7 +57,12 @@ def place_ops(
     Few rules are tried, the best is improved node by node, and all are judged by playing the step
     through. With one group there is nothing to choose.
     """
-    _check(graph, calls)
+    known = {node.name for node in graph.nodes if node.kind is not NodeKind.SOURCE}
+    unknown = sorted(calls.keys() - known)
+    if unknown:
+        raise PlanError(f"'{unknown[0]}' is placed, but graph '{graph.name}' has no such node")
+    if not calls:
+        raise PlanError(f"no node of graph '{graph.name}' is placed, so there is no group")
     calls = {**_with_their_roles(graph, calls), **calls}
     groups = tuple(dict.fromkeys(calls.values()))
     free = [n for n in graph.nodes if n.kind is not NodeKind.SOURCE and n.name not in calls]
@@ -80,15 +85,6 @@ def place_ops(
         if best_s <= target_s * (1 + _SAME):
             break
     return best
-
-
-def _check(graph: Graph, calls: Mapping[str, str]) -> None:
-    known = {node.name for node in graph.nodes if node.kind is not NodeKind.SOURCE}
-    unknown = sorted(calls.keys() - known)
-    if unknown:
-        raise PlanError(f"'{unknown[0]}' is placed, but graph '{graph.name}' has no such node")
-    if not calls:
-        raise PlanError(f"no node of graph '{graph.name}' is placed, so there is no group")
 
 
 def _with_their_roles(graph: Graph, calls: Mapping[str, str]) -> dict[str, str]:
@@ -128,9 +124,8 @@ def _together(free: list[Node]) -> list[tuple[str, ...]]:
     trained = {node.role for node in free if node.kind is NodeKind.TRAIN}
     call_groups: dict[str, list[str]] = {}
     for node in free:
-        call_groups.setdefault(
-            f"role {node.role}" if node.role in trained else node.name, []
-        ).append(node.name)
+        key = f"role {node.role}" if node.role in trained else node.name
+        call_groups.setdefault(key, []).append(node.name)
     return [tuple(names) for names in call_groups.values()]
 
 
@@ -147,22 +142,21 @@ def refusal(
     The attempt that is shown has every call group on all devices, each in the way that needs least:
     nothing else spreads the states of every model further.
     """
-    everywhere = tuple(group.num_devices for group in cluster.node_groups)
-    attempt = _attempt(calls, table, Mesh(cluster, everywhere))
-    if attempt is None:
+    mesh = Mesh(cluster, tuple(group.num_devices for group in cluster.node_groups))
+    attempt = _attempt(calls, table, mesh)
+    if attempt is None or attempt.peak[1].total <= mesh.memory_bytes:
         return error
     ways = [
         _again(calls, table, cluster),
         _more_devices(calls, table, cluster),
         _adapters(calls, table, cluster),
     ]
-    change = "; or ".join(filter(None, ways)) or _more_memory(attempt, cluster)
-    mesh = Mesh(cluster, everywhere)
-    try:
-        check(MemoryLedger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
-    except PlanError as full:
-        return InfeasibleError(f"{error}\n{full}")
-    return error
+    change = "; or ".join(filter(None, ways))
+    if not change:
+        reserved = max(group.device.reserved_bytes for group in cluster.node_groups)
+        needed = bytes_text(attempt.peak[1].total + reserved)
+        change = f"devices with {needed} of memory, shorter responses, or smaller models"
+    return InfeasibleError(f"{error}\n{attempt.refusal(mesh.memory_bytes, change)}")
 
 
 def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedger | None:
@@ -200,38 +194,28 @@ def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> st
 def _adapters(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
     if any(call.model.adapter_params for call in calls):
         return ""
-    adapted = [
-        replace(call, model=_with_adapters(call.model)) if call.trained else call for call in calls
-    ]
+    adapted: list[Call] = []
+    for call in calls:
+        added = {"adapter_params": adapter_params(call.model, _RANK)} if call.trained else {}
+        adapted.append(replace(call, model=call.model.model_copy(update=added)))
     fits = _fits(adapted, table.variant(calls=adapted), cluster)
     return f"model.lora.rank={_RANK}, which trains adapters" if fits else ""
 
 
-def _with_adapters(model: ModelShape) -> ModelShape:
-    return model.model_copy(update={"adapter_params": adapter_params(model, _RANK)})
-
-
 def _more_devices(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    if not cluster.is_uniform:
+    node, *others = cluster.node_groups
+    if others:
         return ""
-    now, node = cluster.node_groups[0].num_nodes, cluster.node_groups[0]
-    for number in range(node.devices_per_node + 1, _NODE + 1) if now == 1 else ():
-        wider = node.model_copy(update={"devices_per_node": number})
-        larger = cluster.model_copy(update={"node_groups": (wider,)})
-        if _fits(calls, table.variant(), larger):
-            return f"cluster.devices_per_node={number} (now {node.devices_per_node})"
-    for nodes in range(now + 1, now * _MOST_TIMES + 1):
-        group = cluster.node_groups[0].model_copy(update={"num_nodes": nodes})
+    now = node.num_nodes
+    wider = range(node.devices_per_node + 1, _NODE + 1) if now == 1 else ()
+    tried = [("devices_per_node", number) for number in wider]
+    tried += [("num_nodes", number) for number in range(now + 1, now * _MOST_TIMES + 1)]
+    for key, number in tried:
+        group = node.model_copy(update={key: number})
         larger = cluster.model_copy(update={"node_groups": (group,)})
         if _fits(calls, table.variant(), larger):
-            return f"cluster.num_nodes={nodes} (now {now})"
+            return f"cluster.{key}={number} (now {getattr(node, key)})"
     return ""
-
-
-def _more_memory(attempt: GroupLedger, cluster: ClusterSpec) -> str:
-    reserved = max(group.device.reserved_bytes for group in cluster.node_groups)
-    needed = bytes_text(attempt.peak[1].total + reserved)
-    return f"devices with {needed} of memory, shorter responses, or smaller models"
 
 
 def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Lengths, ...]:
@@ -362,9 +346,14 @@ def plan_step(
         tp_across_nodes=tp_across_nodes,
         pins=pins.layouts,
     )
-    of_calls = {call.name: table.engine_of(call) for call in calls}
-    _check_engines(calls, of_calls)
-    _check_pins(calls, pins, cluster, tp_across_nodes, of_calls)
+    for call in calls:
+        problem = table.engine_of(call).why_not(Layout(), call.kind, call.model)
+        if problem is not None:
+            raise PlanError(
+                f"'{call.name}' of model '{call.model.name}' cannot be planned: {problem}\n"
+                "    choose another engine, or another model"
+            )
+    _check_pins({call.name: call for call in calls}, pins, cluster, tp_across_nodes, table)
     try:
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except InfeasibleError as error:
@@ -373,39 +362,24 @@ def plan_step(
     return writer.plan(workload, constants, streaming)
 
 
-def _check_engines(calls: Sequence[Call], engines: Mapping[str, EngineModel]) -> None:
-    for call in calls:
-        problem = engines[call.name].why_not(Layout(), call.kind, call.model)
-        if problem is not None:
-            raise PlanError(
-                f"'{call.name}' of model '{call.model.name}' cannot be planned: {problem}\n"
-                "    choose another engine, or another model"
-            )
-
-
 def _check_pins(
-    calls: Sequence[Call],
+    calls: Mapping[str, Call],
     pins: Pins,
     cluster: ClusterSpec,
     tp_across_nodes: bool,
-    engines: Mapping[str, EngineModel],
+    table: ModelTable,
 ) -> None:
-    named = {call.name: call for call in calls}
     node_size = max(group.devices_per_node for group in cluster.node_groups)
     for name, fields in pins.layouts.items():
-        if name not in named:
+        if name not in calls:
             raise PlanError(
-                f"pin layouts names call '{name}'; the step's calls are {', '.join(named)}"
+                f"pin layouts names call '{name}'; the step's calls are {', '.join(calls)}"
             )
-        layout = pinned_layout(fields)
+        layout, call, where = pinned_layout(fields), calls[name], f"pin layouts.{name}"
         check_layout(
-            layout,
-            named[name].model,
-            node_size=node_size,
-            tp_across_nodes=tp_across_nodes,
-            where=f"pin layouts.{name}",
+            layout, call.model, node_size=node_size, tp_across_nodes=tp_across_nodes, where=where
         )
-        problem = engines[name].why_not(layout, named[name].kind, named[name].model)
+        problem = table.engine_of(call).why_not(layout, call.kind, call.model)
         if problem is not None:
             raise PlanError(f"pin layouts.{name} is {layout}, but {problem}")
 
@@ -470,8 +444,8 @@ class _Writer:
             },
             max_lag=best.max_lag,
             cluster=self.cluster,
-            prediction=self._prediction(names, workload, constants).model_copy(
-                update={"streamed": self._streamed(nodes, constants, num_parts)}
+            prediction=self._prediction(
+                names, workload, constants, self._streamed(nodes, constants, num_parts)
             ),
         )
 
@@ -501,7 +475,11 @@ class _Writer:
         return ["_".join(map(_short, names)) if names[1:] else names[0] for names in held]
 
     def _prediction(
-        self, names: Sequence[str], workload: Workload, constants: Constants
+        self,
+        names: Sequence[str],
+        workload: Workload,
+        constants: Constants,
+        streamed: StreamedStep | None,
     ) -> Prediction:
         found = self.found
         times: dict[str, CallPlan] = {}
@@ -509,7 +487,12 @@ class _Writer:
         for name, group in zip(names, found.best.groups, strict=True):
             resident: dict[str, dict[str, int]] = {}
             transient: dict[str, dict[str, int]] = {}
-            for held, plans in self._explained(group):
+            for call_group, option in group.options.items():
+                role = call_group.removesuffix(".generate")
+                with_source = role != call_group and role in group.call_groups
+                held, plans = self.table.explain(
+                    call_group, group.mesh, option, with_source=with_source
+                )
                 times |= plans
                 resident |= {name: _bytes(parts) for name, parts in held.items() if parts.total}
                 transient |= {call: _bytes(plan.transient) for call, plan in plans.items()}
@@ -537,20 +520,10 @@ class _Writer:
                 )
                 for other in sorted(found.other_lags, key=lambda other: other.step_time_s)
             ),
+            streamed=streamed,
             models={call.role: call.model.name for call in self.calls},
             workload=workload,
         )
-
-    def _explained(
-        self, group: GroupAssignment
-    ) -> list[tuple[Mapping[str, Parts], dict[str, CallPlan]]]:
-        explained: list[tuple[Mapping[str, Parts], dict[str, CallPlan]]] = []
-        for call_group, option in group.options.items():
-            role = call_group.removesuffix(".generate")
-            with_source = role != call_group and role in group.call_groups
-            found = self.table.explain(call_group, group.mesh, option, with_source=with_source)
-            explained.append(found)
-        return explained
 
 
 def _short(call_group: str) -> str:

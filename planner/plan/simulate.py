@@ -43,16 +43,9 @@ class Simulation:
     # calls without a hole between them that decide how long steps take
     critical_path: tuple[PathItem, ...]
 
-    def busy_s(self, group: str) -> float:
-        return (1.0 - self.idle_share[group]) * self.step_time_s
-
     @property
     def critical_steps(self) -> int:
         return round(sum(item.seconds for item in self.critical_path) / self.step_time_s)
-
-    @property
-    def busiest(self) -> str:
-        return min(self.idle_share, key=lambda group: self.idle_share[group])
 
     def window(self) -> tuple[TaskSpan, ...]:
         cut = [
@@ -106,7 +99,13 @@ def simulate(
         if first + 3 * cycle_steps + max_lag < played:
             break
     start_s, end_s = completed[-1 - cycle_steps], completed[-1]
-    tasks = tuple(_task_span(s, nodes) for s in spans if isinstance(s.task, NodeTask))
+    tasks = tuple(
+        TaskSpan(
+            task.node, task.step, task.chunk, nodes[task.node], 0, s.start_s, s.end_s, s.versions
+        )
+        for s in spans
+        if isinstance(task := s.task, NodeTask)
+    )
     return Simulation(
         step_time_s=(end_s - start_s) / cycle_steps,
         cycle_steps=cycle_steps,
@@ -161,14 +160,6 @@ def _play(
     scheduler = Scheduler(flow, schedule, played, max_log=1)
     spans = dry_run(scheduler, seconds, size=lambda task: task.chunk or 0).spans
     return spans, _completed(spans, played)[:num_steps]
-
-
-def _task_span(span: Span, nodes: Mapping[str, str]) -> TaskSpan:
-    assert isinstance(span.task, NodeTask)
-    task, group = span.task, nodes[span.task.node]
-    return TaskSpan(
-        task.node, task.step, task.chunk, group, 0, span.start_s, span.end_s, span.versions
-    )
 
 
 def _completed(spans: list[Span], num_steps: int) -> list[float]:

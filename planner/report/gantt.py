@@ -137,11 +137,11 @@ def role_colors(graph: Graph) -> dict[str, str]:
     return {role: f"var(--c{i % NUM_COLORS})" for i, role in enumerate(graph.roles)}
 
 
-def ticks(most: float, count: int = 8) -> list[float]:
-    """Round numbers from 0 up to `most`, about `count` of them."""
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 up to `most`, about eight of them."""
     if most <= 0:
         return [0.0]
-    rough = most / count
+    rough = most / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
     return [i * step for i in range(int(most / step + 1e-9) + 1)]
@@ -177,7 +177,8 @@ def gantt(
     parts: list[str] = []
     y = _TOP
     roles = roles_by_group(graph, plan)
-    heights = {group.name: _height(group, plan) for group in plan.groups}
+    most = max(group.num_ranks for group in plan.groups)
+    heights = {g.name: round(max(46.0, 120.0 * g.num_ranks / most)) for g in plan.groups}
     bottom = _TOP + sum(heights.values()) + _GAP * (len(heights) - 1)
     parts += [_tick(at_s, axis_s, bottom) for at_s in ticks(axis_s)]
     for group in plan.groups:
@@ -195,16 +196,16 @@ def gantt(
     for end_s in simulation.completed_s:
         at_s = end_s - from_s
         if 1e-9 * axis_s < at_s <= length_s * (1 + 1e-9) and at_s < axis_s * (1 - 1e-9):
-            parts.append(_edge(at_s / axis_s, bottom))
+            x = _x(at_s / axis_s)
+            parts.append(
+                f'<line class="edge" x1="{x}" x2="{x}" y1="{_TOP - 14}" y2="{bottom + 6}"/>'
+                f'<text class="soft" x="{x}" y="{_TOP - 18}" text-anchor="middle">a step ends'
+                "</text>"
+            )
     return (
         f'<svg viewBox="0 0 {WIDTH} {bottom + 28}" role="img" '
         f'aria-label="Devices over time" id="{name}">{"".join(parts)}</svg>'
     )
-
-
-def _height(group: GroupPlan, plan: Plan) -> int:
-    most = max(g.num_ranks for g in plan.groups)
-    return round(max(46.0, 120.0 * group.num_ranks / most))
 
 
 def _x(share: float) -> float:
@@ -217,14 +218,6 @@ def _tick(at_s: float, length_s: float, bottom: int) -> str:
         f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP - 6}" y2="{bottom + 6}"/>'
         f'<text class="soft" x="{x}" y="{bottom + 22}" text-anchor="middle">'
         f"{round_text(seconds_text(at_s))}</text>"
-    )
-
-
-def _edge(share: float, bottom: int) -> str:
-    x = _x(share)
-    return (
-        f'<line class="edge" x1="{x}" x2="{x}" y1="{_TOP - 14}" y2="{bottom + 6}"/>'
-        f'<text class="soft" x="{x}" y="{_TOP - 18}" text-anchor="middle">a step ends</text>'
     )
 
 

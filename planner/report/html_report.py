@@ -150,11 +150,6 @@ def _joined(pieces: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
 _NUMBERS = range(1, 7)  # columns of numbers, which are aligned at their end
 
 
-def comparison_sections(graph: Graph, comparisons: Sequence[PlanComparison]) -> str:
-    """Return a card for each question, with the timelines where calls are compared."""
-    return "".join(_section(graph, one) for one in comparisons)
-
-
 def _section(graph: Graph, comparison: PlanComparison) -> str:
     head = "".join(_cell("th", i, name) for i, name in enumerate(HEADS))
     rows = "".join(
@@ -211,7 +206,7 @@ def to_html(
         _head(graph, plan, found),
         _tiles(plan, found, simulation),
         _timeline(graph, plan, simulation),
-        comparison_sections(graph, comparisons),
+        *(_section(graph, one) for one in comparisons),
         _memory(plan),
         _nodes(graph, plan, found),
         _why(graph, plan, found),

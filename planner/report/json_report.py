@@ -10,7 +10,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.messages import TaskSpan
 from ..formatting import bytes_text, ranges_text
 from ..inputs.cluster import ClusterSpec
-from ..plan.plan import Plan
+from ..plan.plan import Plan, Prediction
 from ..plan.simulate import Simulation, simulate_plan
 from .comparison import PlanComparison, comparison_json
 from .plan_texts import roles_by_group
@@ -38,10 +38,15 @@ def to_json(
         "device_hours": plan.num_steps and plan.num_steps * plan.device_hours,
         "max_lag": plan.max_lag,
         "calibration": found.calibration,
-        "cluster": _cluster(plan),
+        "cluster": {
+            "name": plan.cluster.name,
+            "num_devices": plan.cluster.num_devices,
+        }
+        if isinstance(plan.cluster, ClusterSpec)
+        else {"name": plan.cluster, "num_devices": plan.num_devices},
         "workload": None if found.workload is None else found.workload.model_dump(mode="json"),
-        "groups": _groups(graph, plan, simulation),
-        "nodes": _nodes(graph, plan),
+        "groups": _groups(graph, plan, found, simulation),
+        "nodes": _nodes(graph, plan, found),
         "memory_bytes_per_device": {
             str(device): size for device, size in plan.memory_bytes_per_device.items()
         },
@@ -50,8 +55,14 @@ def to_json(
             for i in simulation.critical_path
         ],
         "runner_up": None if found.runner_up is None else found.runner_up.model_dump(mode="json"),
-        "segment_tokens": plan.prediction.segment_tokens if plan.prediction else 0,
-        "other_schedules": _other_schedules(plan),
+        "segment_tokens": found.segment_tokens,
+        "other_schedules": [
+            {
+                **other.model_dump(mode="json"),
+                "factor": other.step_time_s and other.step_time_s / found.step_time_s,
+            }
+            for other in found.other_schedules
+        ],
         **{one.key: comparison_json(graph, one) for one in comparisons},
     }
 
@@ -70,15 +81,8 @@ def infeasible(reason: str, search_time_s: float) -> dict[str, Any]:
     }
 
 
-def _cluster(plan: Plan) -> dict[str, Any]:
-    if isinstance(plan.cluster, ClusterSpec):
-        return {"name": plan.cluster.name, "num_devices": plan.cluster.num_devices}
-    return {"name": plan.cluster, "num_devices": plan.num_devices}
-
-
-def _groups(graph: Graph, plan: Plan, simulation: Simulation) -> dict[str, Any]:
-    roles = roles_by_group(graph, plan)
-    memory = plan.prediction.memory if plan.prediction else {}
+def _groups(graph: Graph, plan: Plan, found: Prediction, simulation: Simulation) -> dict[str, Any]:
+    roles, memory = roles_by_group(graph, plan), found.memory
     return {
         group.name: {
             "devices": list(group.devices),
@@ -96,9 +100,7 @@ def _groups(graph: Graph, plan: Plan, simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _nodes(graph: Graph, plan: Plan) -> dict[str, Any]:
-    found = plan.prediction.nodes if plan.prediction else {}
-    models = plan.prediction.models if plan.prediction else {}
+def _nodes(graph: Graph, plan: Plan, found: Prediction) -> dict[str, Any]:
     return {
         node.name: {
             "group": plan.group_of(node),
@@ -106,26 +108,13 @@ def _nodes(graph: Graph, plan: Plan) -> dict[str, Any]:
             "layout": plan.layouts[node.name].model_dump(mode="json")
             if node.name in plan.layouts
             else None,
-            "model": models.get(node.role or ""),
-            "duration_s": found[node.name].duration_s,
-            "parts_s": dict(found[node.name].parts_s),
+            "model": found.models.get(node.role or ""),
+            "duration_s": found.nodes[node.name].duration_s,
+            "parts_s": dict(found.nodes[node.name].parts_s),
         }
         for node in graph.nodes
-        if node.name in found
+        if node.name in found.nodes
     }
-
-
-def _other_schedules(plan: Plan) -> list[dict[str, Any]]:
-    found = plan.prediction
-    others = () if found is None else found.other_schedules
-    return [
-        {
-            **other.model_dump(mode="json"),
-            "factor": other.step_time_s and other.step_time_s / found.step_time_s,
-        }
-        for other in others
-        if found is not None
-    ]
 
 
 def to_trace(
@@ -137,18 +126,15 @@ def to_trace(
     events: list[dict[str, Any]] = []
     for group in plan.groups:
         devices = ranges_text(group.devices) or str(group.num_ranks)
-        events.append(_named("process_name", pids[group.name], group.name))
-        events.append(_named("thread_name", pids[group.name], f"devices {devices}"))
+        for what, name in (("process_name", group.name), ("thread_name", f"devices {devices}")):
+            head = {"ph": "M", "name": what, "pid": pids[group.name], "tid": 0}
+            events.append({**head, "args": {"name": name}})
     shown = [s for s in simulation.spans if s.step < num_steps and s.end_s > s.start_s]
     shown.sort(key=lambda span: (span.start_s, pids[span.group]))
     for span in shown:
         events.append(_slice(plan, span, pids[span.group]))
         events += _memory(plan, span, pids[span.group])
     return "[\n" + ",\n".join(json.dumps(event, allow_nan=False) for event in events) + "\n]\n"
-
-
-def _named(what: str, pid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": 0, "args": {"name": name}}
 
 
 def _slice(plan: Plan, span: TaskSpan, pid: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import gcd
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,7 +220,9 @@ def kinds_of(source: Sharding, destination: Sharding) -> tuple[Kind, ...]:
 
 
 def kept_slices(kind: Kind) -> Iterator[Kept]:
-    held = _by_device(kind.source)
+    held = defaultdict[int, list[Slice]](list)
+    for piece in kind.source:
+        held[piece.device].append(piece)
     for wanted in kind.destination:
         for given in held.get(wanted.device, ()):
             shared = intersection(given.box, wanted.box)
@@ -251,13 +252,6 @@ def pieces_of(kind: Kind) -> Iterator[Piece]:
             )
         if lack:
             yield Piece(kind, grid.box(cell), have, lack)
-
-
-def _by_device(pattern: Pattern) -> Mapping[int, list[Slice]]:
-    held = defaultdict[int, list[Slice]](list)
-    for piece in pattern:
-        held[piece.device].append(piece)
-    return held
 
 
 def _by_box(pattern: Pattern) -> Mapping[Box, dict[int, Slice]]:
@@ -350,35 +344,26 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
 MAX_PARTS = 64  # most parts of a piece: more would only make plans larger and messages smaller
 
 
-class Send(NamedTuple):
-    piece: int  # index among the pieces
-    params: tuple[int, ...]  # indices of the piece's parameters
-    box: Box  # indices of each parameter; the piece's box or a part of it
-    source: int  # the device that sends
-    destination: int  # the device that receives
-
-
-def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[Send, ...]:
-    """Decide which device sends what.
-
-    Of devices that hold the same, none sends more than another by more than the largest part times
-    the number of parameters that move alike.
-    """
+def _sends(
+    pieces: Sequence[Piece], min_part_elements: int, groups: dict[tuple[int, ...], int]
+) -> Iterator[Move]:
+    # Of devices that hold the same, none sends more than another by more than the largest part
+    # times the number of parameters that move alike.
     sent = {device: 0 for piece in pieces for device in piece.holders}
-    sends: list[Send] = []
     # The largest first, so that small ones at the end even out the rest.
     sizes = [volume(piece.box) * len(piece.kind.params) for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda i: -sizes[i]):
-        holders, needers = sorted(pieces[index].holders), sorted(pieces[index].needers)
+        piece = pieces[index]
+        holders, needers = sorted(piece.holders), sorted(piece.needers)
         # The fewest parts that can be shared out evenly: parts times needers is a multiple of
         # holders.
         count = len(holders) // gcd(len(holders), len(needers))
-        for params, box in _parts(pieces[index], index, count, min_part_elements):
+        for params, box in _parts(piece, index, count, min_part_elements):
             for needer in needers:
                 source = min(holders, key=sent.__getitem__)
                 sent[source] += len(params) * volume(box)
-                sends.append(Send(index, params, box, source, needer))
-    return tuple(sends)
+                given, wanted = piece.holders[source], piece.needers[needer]
+                yield _move(piece.kind, params, box, given, wanted, groups)
 
 
 def _parts(
@@ -421,10 +406,9 @@ def plan_transfer(
     kept = [keep for kind in kinds for keep in kept_slices(kind)]
     pieces = [piece for kind in kinds for piece in pieces_of(kind)]
     element = DTYPE_BYTES[destination.dtype]
-    sends = choose_sources(pieces, min_part_elements=-(-min_part_bytes // element))
     groups: dict[tuple[int, ...], int] = {}
-    moves = [_copy(keep, groups) for keep in kept]
-    moves += [_move(pieces[send.piece], send, groups) for send in sends]
+    moves = [_move(k.kind, k.kind.params, k.box, k.source, k.destination, groups) for k in kept]
+    moves += _sends(pieces, -(-min_part_bytes // element), groups)
     traffic = traffic_of(moves, tuple(groups), len(destination.params), devices, element)
     buckets = buckets_of(traffic, [kind.params for kind in kinds], bucket_bytes)
     return TransferPlan(
@@ -449,20 +433,14 @@ def _params(
     )  # fmt: skip
 
 
-def _copy(keep: Kept, groups: dict[tuple[int, ...], int]) -> Move:
-    kind, device = keep.kind, keep.source.device
-    read = _start(keep.box, keep.source, kind.source_dims)
-    written = _start(keep.box, keep.destination, kind.destination_dims)
-    group = groups.setdefault(kind.params, len(groups))
-    return Move(group, keep.box, device, device, read, written)
-
-
-def _move(piece: Piece, send: Send, groups: dict[tuple[int, ...], int]) -> Move:
-    kind = piece.kind
-    read = _start(send.box, piece.holders[send.source], kind.source_dims)
-    written = _start(send.box, piece.needers[send.destination], kind.destination_dims)
-    group = groups.setdefault(send.params, len(groups))
-    return Move(group, send.box, send.source, send.destination, read, written)
+def _move(
+    kind: Kind, params: tuple[int, ...], box: Box, given: Slice, wanted: Slice,
+    groups: dict[tuple[int, ...], int],
+) -> Move:  # fmt: skip
+    read = _start(box, given, kind.source_dims)
+    written = _start(box, wanted, kind.destination_dims)
+    group = groups.setdefault(params, len(groups))
+    return Move(group, box, given.device, wanted.device, read, written)
 
 
 def _start(box: Box, around: Slice, dims: Sequence[int]) -> tuple[int, ...]:

@@ -8,17 +8,14 @@ means; `storage.py` rewrites where the slices lie inside an engine's own tensors
 from __future__ import annotations
 
 import itertools
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
-
-from pydantic import TypeAdapter
 
 from ...dataflow.errors import PlanError
 from ..inputs.layout import Layout, check_layout
@@ -130,18 +127,6 @@ class Sharding:
             for pattern in self.patterns
         )
         return Sharding(tuple(devices), self.params, patterns, self.dtype)
-
-    def to_json(self) -> str:
-        return json.dumps(_adapter().dump_python(self, mode="json"), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> Sharding:
-        return _adapter().validate_json(text)
-
-
-@lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter[Sharding]:
-    return TypeAdapter(Sharding)
 
 
 def _check_pattern(
@@ -278,14 +263,10 @@ def _boxes(
             size = max(param.num_units // layout.tp, 1) * unit * (param.num_blocks // blocks)
             box[cut] = (block * width + first, block * width + first + size)
             start[cut] = block * size
-        place = rank.cp + layout.cp * (rank.dp // shared)
-        yield _chunk(tuple(box), layout, place, layout.cp * layout.dp // shared), tuple(start)
-
-
-def _chunk(box: Box, layout: Layout, place: int, places: int) -> Box:
-    if layout.zero != 3:
-        return box
-    start, stop = box[0]
-    size = -(-(stop - start) // places)
-    begin = start + place * size
-    return ((min(begin, stop), min(begin + size, stop)), *box[1:])
+        begin, end = box[0]
+        if layout.zero == 3:
+            place = rank.cp + layout.cp * (rank.dp // shared)
+            size = -(-(end - begin) // (layout.cp * layout.dp // shared))
+            begin += place * size
+            begin, end = min(begin, end), min(begin + size, end)
+        yield ((begin, end), *box[1:]), tuple(start)

@@ -28,12 +28,9 @@ class _Patterns:
     def pattern(self, name: str) -> Pattern:
         return self._sharding.patterns[self._params[name].pattern]
 
-    def set(
-        self, name: str, slices: Iterable[Slice], tensor: str, dims: tuple[int, ...] | None = None
-    ) -> None:
-        old = self._params[name]
+    def set(self, name: str, slices: Iterable[Slice], tensor: str) -> None:
         index = self._index.setdefault(tuple(slices), len(self._index))
-        self._params[name] = replace(old, pattern=index, tensor=tensor, dims=dims or old.dims)
+        self._params[name] = replace(self._params[name], pattern=index, tensor=tensor)
 
     def sharding(self) -> Sharding:
         used = sorted({param.pattern for param in self._params.values()})
@@ -46,9 +43,7 @@ class _Patterns:
         return Sharding(devices, params, tuple(patterns[old] for old in used), dtype)
 
 
-def concatenate(
-    sharding: Sharding, members: tuple[str, ...], tensor: str, *, dim: int = 0
-) -> Sharding:
+def concatenate(sharding: Sharding, members: tuple[str, ...], tensor: str) -> Sharding:
     """Lay the local slices of some parameters end to end in one tensor.
 
     `concatenate(s, ("q_proj", "k_proj", "v_proj"), "qkv_proj")` and the same of gate and up
@@ -60,10 +55,9 @@ def concatenate(
         for member in group:
             slices, width = list[Slice](), defaultdict[int, int](int)
             for piece in made.pattern(member):
-                start = list(piece.start)
-                start[dim] += filled[piece.device]
-                slices.append(replace(piece, start=tuple(start)))
-                width[piece.device] += piece.box[dim][1] - piece.box[dim][0]
+                first, *rest = piece.start
+                slices.append(replace(piece, start=(first + filled[piece.device], *rest)))
+                width[piece.device] += _rows(piece)
             made.set(member, slices, name)
             for device, rows in width.items():
                 filled[device] += rows
@@ -100,35 +94,16 @@ def interleave_qkv(sharding: Sharding, head_dim: int, tensor: str = "qkv_proj") 
                 length, offset = (
                     (share, 0) if place == 0 else (head_dim, share + (place - 1) * head_dim)
                 )
-                slices += _interleaved(piece, length, offset, share + 2 * head_dim)
+                (first, stop), rest = piece.box[0], piece.box[1:]
+                for i, row in enumerate(range(first, stop, length)):
+                    start = (offset + i * (share + 2 * head_dim), *piece.start[1:])
+                    slices.append(Slice(piece.device, ((row, row + length), *rest), start))
             made.set(member, slices, name)
     return made.sharding()
 
 
 def _rows(piece: Slice) -> int:
     return piece.box[0][1] - piece.box[0][0]
-
-
-def _interleaved(piece: Slice, length: int, offset: int, stride: int) -> list[Slice]:
-    (first, stop), rest = piece.box[0], piece.box[1:]
-    return [
-        Slice(
-            piece.device,
-            ((row, row + length), *rest),
-            (offset + i * stride, *piece.start[1:]),
-        )
-        for i, row in enumerate(range(first, stop, length))
-    ]
-
-
-def transpose(sharding: Sharding, word: str) -> Sharding:
-    """Store the matrices whose name contains `word` as [inputs, outputs]."""
-    made = _Patterns(sharding)
-    for param in sharding.params:
-        if word in param.name and param.dims == (0, 1):
-            slices = [replace(p, start=p.start[::-1]) for p in made.pattern(param.name)]
-            made.set(param.name, slices, param.tensor, (1, 0))
-    return made.sharding()
 
 
 def _groups(

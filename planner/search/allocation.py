@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -41,9 +41,6 @@ class Pool:
     def num_devices(self) -> int:
         return len(self.nodes) * self.node_size
 
-    def is_part(self, position: int) -> bool:
-        return 0 < position < self.node_size
-
 
 class Space:
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -52,10 +49,6 @@ class Space:
         self.shape = tuple(len(pool.sizes) for pool in self.pools)
         self.legal = _legal(self.pools)
         self._meshes: dict[Index, Mesh] = {}
-
-    @property
-    def num_meshes(self) -> int:
-        return int(self.legal.sum())
 
     def num_devices(self, index: Index) -> int:
         return sum(pool.sizes[k] for pool, k in zip(self.pools, index, strict=True))
@@ -132,7 +125,7 @@ class Space:
         parts: dict[int, int] = {}
         begun: dict[int, int] = {}
         for group, index in enumerate(allocation):
-            if not pool.is_part(index[k]):
+            if not 0 < index[k] < pool.node_size:  # not a part of a node
                 continue
             if fixed and fixed[group]:
                 first = next(n for n in pool.nodes if fixed[group][0] in _node(pool, n))
@@ -186,18 +179,13 @@ def _pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
             j for j in kinds if cluster.node_groups[j].model_copy(update={"num_nodes": 1}) == one
         )
         kinds.setdefault(next(same, i), []).append(i)
-    return tuple(
-        Pool(
-            tuple(members),
-            cluster.node_groups[kind].devices_per_node,
-            tuple(
-                cluster.first_device(i) + node * cluster.node_groups[i].devices_per_node
-                for i in members
-                for node in range(cluster.node_groups[i].num_nodes)
-            ),
-        )
-        for kind, members in kinds.items()
-    )
+    firsts = [0, *accumulate(group.num_devices for group in cluster.node_groups)]
+    pools: list[Pool] = []
+    for kind, members in kinds.items():
+        size = cluster.node_groups[kind].devices_per_node
+        nodes = [n for i in members for n in range(firsts[i], firsts[i + 1], size)]
+        pools.append(Pool(tuple(members), size, tuple(nodes)))
+    return tuple(pools)
 
 
 def _legal(pools: Sequence[Pool]) -> NDArray[np.bool_]:

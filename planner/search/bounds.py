@@ -20,16 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
+from .allocation import Floats
 from .options import CallNode
 from .step_time import Wait, waits
-
-Floats: TypeAlias = NDArray[np.float64]
 
 MAX_CYCLES = 300  # critical cycles looked at; any subset of them bounds
 

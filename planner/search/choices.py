@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocation import Index, RangeMin, Space
+from .allocation import Floats, Index, RangeMin, Space
 from .options import CallNode, Option, OptionTable
 from .pins import Pins
 
@@ -152,9 +151,6 @@ def _unbeaten(rows: NDArray[np.float64]) -> list[int]:
     return kept
 
 
-Floats: TypeAlias = NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     durations_s: tuple[float, ...]  # seconds of the group's calls, in program order
@@ -271,9 +267,6 @@ class Choices:
             self._groups[call_groups] = GroupChoices(self, call_groups)
         return self._groups[call_groups]
 
-    def memory(self) -> Floats:
-        return np.array([self.memory_bytes[index] for index in self.indices], np.float64)
-
     def may_have(self, call_groups: Sequence[str]) -> NDArray[np.bool_]:
         wanted = {self.pins.num_devices[u] for u in call_groups if u in self.pins.num_devices}
         counts = (self.space.num_devices(index) for index in self.indices)
@@ -302,7 +295,8 @@ class GroupChoices:
 
     def _least(self) -> Floats:
         choices = self._choices
-        memory, may = choices.memory(), choices.may_have(self.call_groups)
+        memory = np.array([choices.memory_bytes[index] for index in choices.indices], np.float64)
+        may = choices.may_have(self.call_groups)
         arrays = [
             choices.arrays(call_group, source)
             for call_group, source in zip(self.call_groups, self._with_source, strict=True)

@@ -84,7 +84,7 @@ class ModelTable:
         }
         self._max_cp = max_cp
         self._tp_across_nodes = tp_across_nodes
-        self._pins = pins or {}
+        self.pins = pins or {}
         self._known: dict[tuple[str, tuple[int, ...], bool], tuple[Option, ...]] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
 
@@ -96,20 +96,14 @@ class ModelTable:
             found = [_option(held, plans) for held, plans in ways]
             slack = int(_SLACK * mesh.memory_bytes)
             fit = [option for option in found if option.least_bytes <= mesh.memory_bytes]
+            options = dominant(fit, slack_bytes=slack)
             # If nothing fits, the smallest: the refusal then says how much is lacking.
-            self._known[key] = dominant(fit, slack_bytes=slack) or self._smallest(
-                call_group, mesh, with_source
-            )
+            if not options:
+                ways = self._ways(call_group, mesh, with_source, fitting=False)
+                every = sorted((_option(*way) for way in ways), key=lambda o: o.least_bytes)
+                options = tuple(every[:1])
+            self._known[key] = options
         return self._known[key]
-
-    def _smallest(self, call_group: str, mesh: Mesh, with_source: bool) -> tuple[Option, ...]:
-        ways = self._ways(call_group, mesh, with_source, fitting=False)
-        found = [_option(held, plans) for held, plans in ways]
-        return (min(found, key=lambda option: option.least_bytes),) if found else ()
-
-    @property
-    def pins(self) -> Mapping[str, Mapping[str, object]]:
-        return self._pins
 
     def variant(
         self,
@@ -123,7 +117,7 @@ class ModelTable:
             others=self._others,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
-            pins=self._pins if pins is None else pins,
+            pins=self.pins if pins is None else pins,
         )
 
     def explain(
@@ -157,9 +151,12 @@ class ModelTable:
         calls = self._calls[call_group]
         for layout in self._layouts(calls, mesh, only):
             held = sum(parts.total for parts in self._holds(calls, layout, with_source).values())
-            # To move a little out and in again costs time, and makes room for nothing.
-            if layout.offload and only is None and self._is_slight(calls, layout, mesh):
-                continue
+            if layout.offload and only is None:
+                # To move a little out and in again costs time, and makes room for nothing.
+                resident = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
+                pinned = any("offload" in self.pins.get(call.name, {}) for call in calls)
+                if resident <= _SLACK * mesh.memory_bytes and not pinned:
+                    continue
             if fitting and held > mesh.memory_bytes:
                 continue
             room = mesh.memory_bytes - held if fitting else None
@@ -169,12 +166,6 @@ class ModelTable:
                 chosen = [plans[min(count, len(plans) - 1)] for plans in per_call]
                 yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
 
-    def _is_slight(self, calls: Sequence[Call], layout: Layout, mesh: Mesh) -> bool:
-        if any("offload" in self._pins.get(call.name, {}) for call in calls):
-            return False
-        held = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
-        return held <= _SLACK * mesh.memory_bytes
-
     def _layouts(
         self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
     ) -> Iterator[Layout]:
@@ -182,7 +173,7 @@ class ModelTable:
             yield only[calls[0].name].model_copy(update={"micro_batch": 1})
             return
         trained = any(call.kind == "train" for call in calls)
-        pinned = [self._pins.get(call.name, {}).get("cp") for call in calls]
+        pinned = [self.pins.get(call.name, {}).get("cp") for call in calls]
         sizes = legal_layouts(
             calls[0].model,
             mesh.num_devices,
@@ -221,11 +212,11 @@ class ModelTable:
             return False
         if any(call.leader or call.kind == "generate" for call in calls):
             return False
-        pinned = any(self._pins.get(call.name, {}).get("offload") for call in calls)
+        pinned = any(self.pins.get(call.name, {}).get("offload") for call in calls)
         return pinned or not mesh.is_cpu
 
     def _allowed(self, call: Call, layout: Layout) -> bool:
-        pinned = self._pins.get(call.name, {})
+        pinned = self.pins.get(call.name, {})
         kept = all(
             getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"
         )
@@ -260,7 +251,10 @@ class ModelTable:
         layout, engine = sized[1], self.engine_of(call)
         if call.kind == "generate":
             return list(self._generations(call, layout, mesh, with_source))
-        times, load_s = self._times[engine], self._load_s(call, layout, mesh)
+        times, load_s = self._times[engine], 0.0
+        if layout.offload:
+            held = engine.memory.resident(call, layout).total
+            load_s = (2 if call.trained else 1) * offload_time(held, mesh)
         wanted = [only[call.name].micro_batch] if only else self._micro_batches(call, layout)
         found: list[tuple[float, int, CallPlan]] = []
         for size in wanted:
@@ -289,7 +283,7 @@ class ModelTable:
         if packed is not None:
             # Its memory does not follow from the count of rows.
             return [max(1, int(packed / call.tokens_mean))]
-        pinned = self._pins.get(call.name, {}).get("micro_batch")
+        pinned = self.pins.get(call.name, {}).get("micro_batch")
         if isinstance(pinned, int):
             return [pinned]
         rows = -(-call.num_sequences * call.passes // call.updates // layout.dp)
@@ -315,12 +309,6 @@ class ModelTable:
                 call, layout, on_cpu=mesh.is_cpu, borrows=borrows, rows=rows
             )
             yield CallPlan(layout, time, move_s, held)
-
-    def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
-        if not layout.offload:
-            return 0.0
-        held = self.engine_of(call).memory.resident(call, layout).total
-        return (2 if call.trained else 1) * offload_time(held, mesh)
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

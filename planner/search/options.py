@@ -102,14 +102,6 @@ class GroupAssignment:
     devices: tuple[int, ...]  # their ids, ascending
     options: Mapping[str, Option]  # call group -> how it runs
 
-    @property
-    def resident_bytes(self) -> int:
-        return sum(option.resident_bytes for option in self.options.values())
-
-    @property
-    def transient_bytes(self) -> int:
-        return max(max(option.transient_bytes.values()) for option in self.options.values())
-
 
 @dataclass(frozen=True)
 class Assignment:

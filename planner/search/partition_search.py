@@ -87,8 +87,11 @@ class Branch:
             return None
         fronts = self._fronts(allocation, below_s)
         # What was not tried may be better: it stays in the gap that is reported.
-        if last and not _complete(fronts):
-            self._cut_short(allocation)
+        count = prod(len(front.choices) for front in fronts)
+        if last and not (count <= MOST_COMBINED and all(front.complete for front in fronts)):
+            self.num_cut_short += 1
+            at = np.array([allocation], np.int64)
+            self.dropped_s = min(self.dropped_s, float(self.bounded((at, at)).bound[0]))
         best: tuple[Choice, ...] | None = None
         for choice, bound_s in self._combinations(fronts):
             if bound_s >= below_s:
@@ -115,11 +118,6 @@ class Branch:
             for group, index in zip(self._groups, allocation, strict=True)
         ]
 
-    def _cut_short(self, allocation: tuple[Index, ...]) -> None:
-        self.num_cut_short += 1
-        at = np.array([allocation], np.int64)
-        self.dropped_s = min(self.dropped_s, float(self.bounded((at, at)).bound[0]))
-
     def _combinations(self, fronts: Sequence[Front]) -> Iterator[tuple[tuple[Choice, ...], float]]:
         combinations = islice(product(*(front.choices for front in fronts)), MOST_COMBINED)
         while some := list(islice(combinations, _AT_ONCE)):
@@ -133,11 +131,6 @@ class Branch:
             for call, seconds in zip(group.calls, chosen.durations_s, strict=True):
                 durations_s[call] = seconds
         return durations_s
-
-
-def _complete(fronts: Sequence[Front]) -> bool:
-    count = prod(len(front.choices) for front in fronts)
-    return count <= MOST_COMBINED and all(front.complete for front in fronts)
 
 
 def fair_shares(space: Space, work: Sequence[float]) -> tuple[Index, ...] | None:
@@ -194,7 +187,9 @@ def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[I
     moves: list[tuple[Index, ...]] = []
     for sender, receiver in permutations(range(len(allocation)), 2):
         for k, pool in enumerate(pools):
-            for amount in _amounts(pool):
+            # Powers of two reach any number of nodes in few moves, and are few to try.
+            nodes = [1 << n for n in range(len(pool.nodes).bit_length())]
+            for amount in [*range(1, pool.node_size), *(pool.node_size * n for n in nodes)]:
                 given = _position(pool, pool.sizes[allocation[sender][k]] - amount)
                 taken = _position(pool, pool.sizes[allocation[receiver][k]] + amount)
                 if given is None or taken is None:
@@ -206,12 +201,6 @@ def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[I
                     moved[group] = tuple(index)
                 moves.append(tuple(moved))
     return moves
-
-
-def _amounts(pool: Pool) -> list[int]:
-    # Powers of two reach any number of nodes in few moves, and are few to try.
-    nodes = [1 << k for k in range(len(pool.nodes).bit_length())]
-    return [*range(1, pool.node_size), *(pool.node_size * n for n in nodes)]
 
 
 def _position(pool: Pool, num_devices: int) -> int | None:

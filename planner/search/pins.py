@@ -10,13 +10,8 @@ from typing import Any
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.proxies import nearest
 from ..inputs.cluster import ClusterSpec
-from ..inputs.layout import Layout
 from .allocation import Space
 from .options import CallNode, Option, Partition
-
-
-def _anything(call_group: str, option: Option) -> bool:
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +27,7 @@ class Pins:
     # call name -> fields of its `Layout` with the values they must have
     layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     # whether a call group may have an option; must be deterministic
-    allows: Callable[[str, Option], bool] = _anything
+    allows: Callable[[str, Option], bool] = lambda call_group, option: True
 
     def check(self, calls: Sequence[CallNode], cluster: ClusterSpec) -> None:
         call_groups = list(dict.fromkeys(call.call_group for call in calls))
@@ -44,15 +39,6 @@ class Pins:
             if call_group not in call_groups:
                 raise PlanError(
                     f"pin {pin} names call group '{call_group}'; {nearest(call_group, call_groups)}"
-                )
-        names = [call.name for call in calls]
-        for name, fields in self.layouts.items():
-            if name not in names:
-                raise PlanError(f"pin layouts names call '{name}'; {nearest(name, names)}")
-            for key in fields.keys() - Layout.model_fields.keys():
-                raise PlanError(
-                    f"pin layouts, call '{name}': a layout has no '{key}'; "
-                    f"{nearest(key, list(Layout.model_fields))}"
                 )
         self._check_devices(cluster)
         self._check_groups()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from ...dataflow.errors import PlanError
@@ -70,7 +71,6 @@ def search(
     max_lag: int | tuple[int, ...],
     pins: Pins | None = None,
     deadline_s: float | None = None,
-    max_gap: float = 0.0,
     every_choice: bool = False,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
@@ -84,7 +84,6 @@ def search(
         pins: What must be so.
         deadline_s: Seconds after which the best plan known is returned with its gap; shared out
             among the schedules.
-        max_gap: Stop as soon as no plan can be better by more than this share of its time.
         every_choice: Also look at options that slow a call of a group down for nothing in return;
             see `choices.py`. Exact to the last schedule, and slower.
         now_s: The clock.
@@ -99,7 +98,10 @@ def search(
         raise PlanError(
             f"max_lag is {max_lag}; expected a number of steps, 0 or more, or several of them"
         )
-    _check(calls, deadline_s, max_gap)
+    if not calls:
+        raise PlanError("there is nothing to place: the step has no call of a model")
+    if deadline_s is not None and not deadline_s > 0:
+        raise PlanError(f"deadline_s is {deadline_s}; expected a positive number of seconds")
     pins.check(calls, cluster)
     clock = _Clock(now_s, None)
     choices = Choices(calls, table, Space(cluster), pins, every_choice=every_choice)
@@ -108,33 +110,20 @@ def search(
     for left, lag in zip(range(len(lags), 0, -1), lags, strict=True):
         # What a schedule leaves of its time goes to those after it.
         share_s = None if deadline_s is None else max(0.0, deadline_s - clock.elapsed_s) / left
-        run = _Run(choices, lag, _Clock(now_s, share_s), max_gap)
+        run = _Run(choices, lag, _Clock(now_s, share_s))
         results.append(run.result(seeds))
         # A good plan for one lag is mostly good for the next, and prunes it from the start.
         seeds = run.known
     best = min(results, key=lambda result: result.step_time_s)
     others = sorted((r for r in results if r is not best), key=lambda r: r.best.max_lag)
-    return SearchResult(
-        best.best,
-        best.lower_bound_s,
-        best.runner_up,
-        sum(result.num_played for result in results),
-        sum(result.num_boxes for result in results),
-        choices.num_asked,
-        clock.elapsed_s,
-        best.stopped_at_deadline,
-        best.num_cut_short,
-        tuple(others),
+    return replace(
+        best,
+        num_played=sum(result.num_played for result in results),
+        num_boxes=sum(result.num_boxes for result in results),
+        num_asked=choices.num_asked,
+        search_time_s=clock.elapsed_s,
+        other_lags=tuple(others),
     )
-
-
-def _check(calls: Sequence[CallNode], deadline_s: float | None, max_gap: float) -> None:
-    if not calls:
-        raise PlanError("there is nothing to place: the step has no call of a model")
-    if deadline_s is not None and not deadline_s > 0:
-        raise PlanError(f"deadline_s is {deadline_s}; expected a positive number of seconds")
-    if not 0 <= max_gap < 1:
-        raise PlanError(f"max_gap is {max_gap}; expected a share from 0 to below 1")
 
 
 class _Run:
@@ -144,9 +133,8 @@ class _Run:
         known: The best plan and the best other one, as far as they are known.
     """
 
-    def __init__(self, choices: Choices, max_lag: int, clock: _Clock, max_gap: float) -> None:
+    def __init__(self, choices: Choices, max_lag: int, clock: _Clock) -> None:
         self._choices, self._max_lag, self._clock = choices, max_lag, clock
-        self._max_gap = max_gap
         self._branches: list[Branch] = []
         self._queue: list[tuple[float, int]] = []
         self._proven_s = 0.0
@@ -154,13 +142,8 @@ class _Run:
 
     @property
     def _below_s(self) -> float:
-        """Only plans that take less are of interest."""
+        """Only plans that take less are of interest; boxes with another bound are dropped."""
         return self.known[1].step_time_s if len(self.known) > 1 else inf
-
-    @property
-    def _open_below_s(self) -> float:
-        """Boxes whose bound is not below this are dropped."""
-        return self._below_s * (1.0 - self._max_gap)
 
     @property
     def _promising_below_s(self) -> float:
@@ -254,16 +237,16 @@ class _Run:
         The least bound of all open boxes is what is proven, also while they are being looked at.
         """
         self._proven_s = self._queue[0][0] if self._queue else inf
-        if self._proven_s >= self._open_below_s:
+        if self._proven_s >= self._below_s:
             return False
         _, k = heapq.heappop(self._queue)
         branch = self._branches[k]
-        boxes = branch.take(_AT_ONCE, self._open_below_s)
+        boxes = branch.take(_AT_ONCE, self._below_s)
         point = boxes.is_point
         for row in point.nonzero()[0]:
             self._clock.check()
             # A plan found in another row of this very batch may have ruled it out meanwhile.
-            if boxes.bound[row] < self._open_below_s:
+            if boxes.bound[row] < self._below_s:
                 self._evaluate(branch, boxes.point(int(row)), last=True)
             else:
                 branch.dropped_s = min(branch.dropped_s, float(boxes.bound[row]))

@@ -47,7 +47,7 @@ def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> Inf
         if not _runs_on(choices, call_group):
             return InfeasibleError(
                 f"'{call_group}' has no legal layout on cluster '{cluster}': on none of the "
-                f"{choices.space.num_meshes} meshes that a group can have does the table offer a "
+                f"{len(choices.indices)} meshes that a group can have does the table offer a "
                 "way to run it that the pins allow"
             )
     for call_group in choices.calls_of:
@@ -57,11 +57,18 @@ def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> Inf
                 f"'{call_group}' fits nowhere on cluster '{cluster}'. At best: {found}"
             )
     found = shortfall(choices, partitions)
-    if found is None:
-        return InfeasibleError(_indivisible(choices))
-    return InfeasibleError(
-        f"the call groups do not fit together on cluster '{cluster}'. At best: {found}"
-    )
+    if found is not None:
+        return InfeasibleError(
+            f"the call groups do not fit together on cluster '{cluster}'. At best: {found}"
+        )
+    lines = [
+        f"no way to divide the {choices.space.cluster.num_devices} devices of cluster '{cluster}' "
+        "gives every call group a number of devices on which it has a layout:"
+    ]
+    for call_group in choices.calls_of:
+        counts = ", ".join(map(str, _runs_on(choices, call_group)))
+        lines.append(f"    '{call_group}' has one on {counts}")
+    return InfeasibleError("\n".join(lines))
 
 
 def shortfall(choices: Choices, partitions: Sequence[Partition]) -> Shortfall | None:
@@ -110,18 +117,6 @@ def _runs_on(choices: Choices, call_group: str) -> list[int]:
             if can and any(_options(choices, call_group, index))
         }
     )
-
-
-def _indivisible(choices: Choices) -> str:
-    cluster = choices.space.cluster
-    lines = [
-        f"no way to divide the {cluster.num_devices} devices of cluster '{cluster.name}' gives "
-        "every call group a number of devices on which it has a layout:"
-    ]
-    for call_group in choices.calls_of:
-        counts = ", ".join(str(count) for count in _runs_on(choices, call_group))
-        lines.append(f"    '{call_group}' has one on {counts}")
-    return "\n".join(lines)
 
 
 def _needed(pools: Sequence[Sequence[CallGroupOption]]) -> float:

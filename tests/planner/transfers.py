@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from penstock.planner.inputs.layout import Layout, legal_layouts
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.plan_transfer import Move, TransferPlan, window
 from penstock.planner.resharding.sharding import Box, Sharding, Slice, StoredParam, rank_of, shard
-from penstock.planner.resharding.storage import concatenate, interleave_qkv, transpose
+from penstock.planner.resharding.storage import concatenate, interleave_qkv
 
 from .shapes import model_of
 
@@ -104,7 +104,18 @@ def store(made: Sharding, how: str, layout: Layout, model: ModelShape) -> Shardi
         return made if model.num_experts else _fuse_gate(made)
     if how == "interleaved" and layout.zero != 3:
         return interleave_qkv(made, model.head_dim)
-    return transpose(made, "down_proj") if how == "transposed" else made
+    return transposed(made, "down_proj") if how == "transposed" else made
+
+
+def transposed(made: Sharding, word: str) -> Sharding:
+    """The matrices whose name contains `word` as [inputs, outputs]."""
+    params, patterns = list(made.params), list(made.patterns)
+    for i, param in enumerate(params):
+        if word in param.name and param.dims == (0, 1):
+            pattern = [replace(p, start=p.start[::-1]) for p in patterns[param.pattern]]
+            params[i] = replace(param, pattern=len(patterns), dims=(1, 0))
+            patterns.append(tuple(pattern))
+    return Sharding(made.devices, tuple(params), tuple(patterns), made.dtype)
 
 
 def _fuse_gate(made: Sharding) -> Sharding:

@@ -29,6 +29,7 @@ from megatron_rank import Part
 from penstock.workers.engines.megatron_engine.groups import parallel_state, prepare_megatron
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronRewardSpec
 from penstock.workers.models.spec import ModelSpec
+from pydantic import TypeAdapter
 
 
 class MixturePart(Part):
@@ -66,7 +67,8 @@ def learn(part: MixturePart) -> None:
         held = policy.device_tensors()
         part.found[f"{family}/held"] = torch.tensor([t.numel() * t.element_size() for t in held])
         if part.process == 0:
-            (part.folder / f"layout-{family}-{part.layout}.json").write_text(layout.to_json())
+            text = TypeAdapter(type(layout)).dump_json(layout)
+            (part.folder / f"layout-{family}-{part.layout}.json").write_bytes(text)
 
 
 def score(part: MixturePart) -> None:

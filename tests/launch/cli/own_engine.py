@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.cost.engine_model import EngineModel
+from penstock.planner.cost.engine_model import EngineMemory, EngineModel
 from penstock.planner.cost.memory import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
@@ -48,7 +48,7 @@ class SlowPolicySpec:
         return spec.build(context)
 
 
-class SlowMemory:
+class SlowMemory(EngineMemory):
     """Always the same, whatever is called."""
 
     def resident(self, call: Call, layout: Layout) -> Parts:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ def test_every_element_is_held_as_often_as_the_layout_says(
         assert (stored.name, stored.shape) == (param.name, param.shape)
         assert copies(made, stored) == {expected_copies(param, layout, zero)}, stored.name
     total = sum(
-        param.num_elements * expected_copies(param, layout, zero)
+        prod(param.shape) * expected_copies(param, layout, zero)
         for param in logical_params(model, ending)
     )
     assert sum(made.bytes_on.values()) == total * 2

@@ -12,7 +12,7 @@ from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
-from penstock.planner.resharding.storage import concatenate, interleave_qkv, transpose
+from penstock.planner.resharding.storage import concatenate, interleave_qkv
 
 from ..transfers import TINY, UNWRITTEN, Array, Tensors, logical_values, models, shardings
 
@@ -48,13 +48,6 @@ def test_interleaved_heads_come_group_by_group(tp: int) -> None:
             parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
             expected = np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
             assert np.array_equal(mixed[device, f"{ATTENTION}.qkv_proj.{kind}"], expected)
-
-
-def test_transposed_matrices_are_stored_inputs_first() -> None:
-    plain = shard(TINY, Layout(tp=2), range(2))
-    apart, turned = loaded(plain), loaded(transpose(plain, "o_proj"))
-    name = f"{ATTENTION}.o_proj.weight"
-    assert np.array_equal(turned[1, name], apart[1, name].T)
 
 
 @pytest.mark.slow

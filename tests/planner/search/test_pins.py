@@ -55,10 +55,6 @@ CLUSTER = cluster_of((2, 4, device("a", 40)))
          "groups share no device"),
         ({"devices": {"ref": (0, 1)}, "num_devices": {"ref": 4}},
          "pins give 'ref' 4 devices and name 2"),
-        ({"layouts": {"actor.trian": {"tp": 2}}},
-         "pin layouts names call 'actor.trian'; did you mean 'actor.train'?"),
-        ({"layouts": {"actor.train": {"tpp": 2}}},
-         "pin layouts, call 'actor.train': a layout has no 'tpp'; did you mean 'tp'?"),
     ],
 )  # fmt: skip
 def test_refused(pins: dict[str, Any], expected: str) -> None:

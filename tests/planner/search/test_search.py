@@ -59,7 +59,10 @@ def assert_uses_every_device_once(assignment: Assignment, cluster: ClusterSpec) 
             sizes[cluster.node_of(d)] = sizes.get(cluster.node_of(d), 0) + 1
         assert len(held) == 1 or all(sizes[node] == n for node, n in held.items())
         assert group.mesh.num_devices == len(group.devices)
-        assert group.resident_bytes + group.transient_bytes <= group.mesh.memory_bytes
+        options = group.options.values()
+        resident = sum(option.resident_bytes for option in options)
+        transient = max(size for option in options for size in option.transient_bytes.values())
+        assert resident + transient <= group.mesh.memory_bytes
 
 
 @pytest.mark.slow
@@ -254,15 +257,6 @@ def test_equal_times_go_to_the_first_schedule() -> None:
     assert [other.best.max_lag for other in result.other_lags] == [0]
 
 
-@pytest.mark.parametrize("max_gap", [0.01, 0.2])
-def test_a_gap_allowed_is_a_gap_proven(max_gap: float) -> None:
-    full = search(PPO, TABLE, NODES, max_lag=1)
-    result = search(PPO, TABLE, NODES, max_lag=1, max_gap=max_gap)
-    assert result.gap <= max_gap
-    assert result.lower_bound_s <= full.step_time_s <= result.step_time_s
-    assert result.num_boxes <= full.num_boxes
-
-
 def test_every_question_to_the_table_is_asked_once() -> None:
     asked: list[Any] = []
 
@@ -301,8 +295,6 @@ NO_CALLS: tuple[CallNode, ...] = ()
          "max_lag is (); expected a number of steps, 0 or more, or several of them"),
         (lambda: search(PPO, TABLE, CLUSTER, max_lag=0, deadline_s=0.0),
          "deadline_s is 0.0; expected a positive number of seconds"),
-        (lambda: search(PPO, TABLE, CLUSTER, max_lag=0, max_gap=1.0),
-         "max_gap is 1.0; expected a share from 0 to below 1"),
         (lambda: search(PPO, NOTHING, CLUSTER, max_lag=0, deadline_s=5, now_s=ticking(1.0)),
          "no plan was found in 6 s; give deadline_s more time"),
     ],

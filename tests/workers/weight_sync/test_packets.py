@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import TransferPlan, plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
-from penstock.planner.resharding.storage import concatenate, transpose
+from penstock.planner.resharding.storage import concatenate
 from penstock.workers.weight_sync.packets import (
     Packed,
     Packet,
@@ -25,7 +25,7 @@ from penstock.workers.weight_sync.packets import (
     unpack_whole,
 )
 
-from ...planner.transfers import TINY, transfers
+from ...planner.transfers import TINY, transfers, transposed
 from .transfer_engines import Engine, empty, engine, expected, is_same
 
 VERSION = 3
@@ -72,7 +72,7 @@ def small() -> tuple[TransferPlan, Engine, Engine, dict[int, list[Packet]]]:
     """From tp 2 on devices 0, 1 to one fused, partly transposed whole on device 2."""
     source = shard(TINY, Layout(tp=2), [0, 1])
     destination = concatenate(
-        transpose(shard(TINY, Layout(), [2]), "down_proj"),
+        transposed(shard(TINY, Layout(), [2]), "down_proj"),
         ("q_proj", "k_proj", "v_proj"),
         "qkv_proj",
     )

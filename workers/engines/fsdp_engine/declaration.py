@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ....planner.cost.engine_model import EngineModel, ShardedMemory
+from ....planner.cost.engine_model import EngineMemory, EngineModel
 from ....planner.cost.memory import Computes, Parts, transient_parts, weight_bytes
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
@@ -72,8 +72,8 @@ def _options(layout: Layout) -> Mapping[str, Any]:
     return {**usual_options(layout), **divided, **keeps}
 
 
-class FsdpMemory(ShardedMemory):
-    """An `EngineMemory`: frozen models are divided by rows as trained ones are.
+class FsdpMemory(EngineMemory):
+    """Frozen models are divided by rows as trained ones are.
 
     Layers are transformers' own, whose norms keep a float32 copy of what comes in. FSDP2 gathers
     two layers at a time; the embedding and the head belong to none and stay whole, with their

@@ -29,7 +29,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
 
-from ....planner.cost.engine_model import EngineModel
+from ....planner.cost.engine_model import EngineMemory, EngineModel
 from ....planner.cost.memory import Parts
 from ....planner.inputs.calls import Call, CallKind, Lengths
 from ....planner.inputs.layout import Layout
@@ -161,8 +161,8 @@ _FLOAT = 4
 _INDEX = 8
 
 
-class TorchMemory:
-    """An `EngineMemory`: of a layout only the number of ranks and checkpointing matter.
+class TorchMemory(EngineMemory):
+    """Of a layout only the number of ranks and checkpointing matter.
 
     Micro-batches and rows decoded at once are the workers' defaults.
     """

@@ -39,6 +39,7 @@ from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
+from pydantic import TypeAdapter
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -197,7 +198,7 @@ def test_a_saved_folder_is_hugging_faces(folder: Path, layout: str, family: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_sent_to_others_is_no_more_than_they_lack(folder: Path, layout: str, family: str):
     path = folder / f"layout-{family}-{layout}.json"
-    source = Sharding.from_json(path.read_text())
+    source = TypeAdapter(Sharding).validate_json(path.read_bytes())
     for process in source.devices:
         file = folder / f"learn-{layout}-{process}.safetensors"
         stored, described = safetensors.torch.load_file(file)[f"{family}/stored"].tolist()

@@ -188,10 +188,9 @@ def _kernels(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Figure
 
 def _bytes_read(shape: ModelShape, rows: int, prompt: int, tokens: int) -> float:
     """What decoding must read at least: the weights for each token, and keys and values by row."""
-    layers = shape.num_layers
-    weights = (layers * shape.active_layer_params + shape.embedding_params) * shape.dtype_bytes
-    cached = 2 * layers * shape.num_key_heads * shape.head_dim * shape.dtype_bytes
-    return tokens * (weights + rows * (prompt + tokens / 2) * cached)
+    weights = shape.active_params() * shape.dtype_bytes
+    cached = rows * (prompt + tokens / 2) * shape.kv_bytes_per_token
+    return tokens * (weights + cached)
 
 
 def _generate(bench: Bench, policy: PolicyWorker, rows: int, tokens: int) -> Rollout:

@@ -104,10 +104,10 @@ def test_what_decoding_reads_is_weights_and_the_cache(script: Any) -> None:
     case = importlib.import_module("gpu_case")
     bench = case.Bench(case.scale(tiny=True))
     shape = bench.shape("tiny")
+    # 2 layers, keys and values, 2 heads of 16 numbers of 2 bytes
+    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     read = generate._bytes_read(shape, rows=3, prompt=10, tokens=4)
-    weights = shape.num_layers * shape.active_layer_params + shape.embedding_params
-    # A token has keys and values of 2 layers and 2 heads, each of 16 numbers of 2 bytes.
-    assert read == 4 * (weights * 2 + 3 * 12 * (2 * 2 * 2 * 16 * 2))
+    assert read == 4 * (shape.active_params() * 2 + 3 * 12 * 256)
 
 
 def test_peaks_of_an_h100_are_within_two_hundredths_of_what_is_predicted(script: Any) -> None:

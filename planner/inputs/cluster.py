@@ -232,6 +232,9 @@ class Mesh:
     def between(self) -> LinkSpec:
         return self.cluster.between
 
+    def link(self, ranks: int) -> LinkSpec:
+        return self.within if ranks <= self.node_size else self.between
+
 
 # Smaller clusters, and ones of which one thing is twice as much: what a step takes on each of them
 # says how many devices are enough, and what is worth buying.

@@ -119,6 +119,14 @@ class ModelShape(PlanData, frozen=True):
             return self.adapter_params * DTYPE_BYTES["float32"]
         return self.num_params(head) * self.dtype_bytes
 
+    def active_params(self, head: Head = "vocabulary") -> int:
+        out = self.hidden_size if head == "scalar" else self.embedding_params
+        return self.num_layers * self.active_layer_params + out
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_key_heads * self.head_dim * self.dtype_bytes
+
 
 def shape_of(
     architecture: Mapping[str, Any], *, name: str = "", vocab_size: int | None = None,

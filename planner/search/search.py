@@ -168,7 +168,7 @@ class _Run:
         dropped_s = min(branch.dropped_s for branch in self._branches)
         return SearchResult(
             best,
-            # Boxes dropped within `max_gap` may hold plans that are better than the one returned.
+            # What was dropped, or cut short, may hold plans that are better than the one returned.
             min(self._proven_s, dropped_s, best.step_time_s),
             others[0] if others else None,
             sum(branch.num_played for branch in self._branches),

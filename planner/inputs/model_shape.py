@@ -31,8 +31,10 @@ class PlanData(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class ModelShape(PlanData, frozen=True):
+class ModelShape(BaseModel, frozen=True):
     """Sizes of a decoder-only transformer with gated feed-forward and RMS norms."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: str
     """Name in tables."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +19,14 @@ STEPS = '''\
 
 from dataclasses import dataclass
 
-from penstock.algorithms.ops.advantages import group_advantage
-from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import (
-    DemonstrationBatch, Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
+    Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 )
-from penstock.dataflow.graph.role import Role, call
 
 
-class Judge(Role):
-    @call("forward")
-    def nothing(self, x: int) -> int: ...
+class Judge(Reward):
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +43,6 @@ def wrong_axes(prompts: Prompts, actor: Policy, reward: Reward, cfg: Cfg) -> Tra
         advantage=score))
 
 
-def wrong_batch(prompts: Prompts, actor: Policy, cfg: Cfg) -> TrainMetrics:
-    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
-    return actor.train(
-        ClippedPolicyLoss(), DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
-    )
-
-
 def lagging(prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: Cfg):
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     logprob = ref.logprob(roll.tokens, roll.mask)
@@ -60,14 +51,16 @@ def lagging(prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: C
 
 
 def judged(prompts: Prompts, actor: Policy, judge: Judge, cfg: Cfg):
-    return actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    return judge.score(roll.tokens, roll.mask, roll.prompt_id)
 '''
 
 
 @pytest.fixture
-def steps(tmp_path: Path) -> str:
+def steps(tmp_path: Path) -> None:
     (tmp_path / "steps_with_mistakes.py").write_text(STEPS)
-    return "steps_with_mistakes"
+    (tmp_path / "broken_step.py").write_text("import math\nx = 1 / 0\n")
+    (tmp_path / "half_step.py").write_text("def step(:\n")
 
 
 def refused(penstock: Penstock, *words: str) -> str:
@@ -127,196 +120,92 @@ def test_cfg_job_prints_the_composition(penstock: Penstock) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_a_misspelt_key(penstock: Penstock) -> None:
-    assert refused(penstock, "algorithm.cfg.samplng.num_samples=4") == (
+REFUSED = {
+    "algorithm.cfg.samplng.num_samples=4": (
         "there is no key 'algorithm.cfg.samplng'; did you mean 'algorithm.cfg.sampling'?\n"
         "    algorithm.cfg has: sampling, correction, epochs, num_minibatches, divide_by_std, "
         "std_variance, std_eps, loss"
-    )
-
-
-def test_a_misspelt_key_at_the_top(penstock: Penstock) -> None:
-    assert refused(penstock, "sede=4").startswith("there is no key 'sede'; did you mean 'seed'?\n")
-
-
-def test_a_misspelt_key_with_cfg_job(penstock: Penstock) -> None:
-    assert refused(penstock, "--cfg", "job", "sede=4").startswith("there is no key 'sede'")
-
-
-def test_a_misspelt_option_of_the_task(penstock: Penstock) -> None:
-    assert refused(penstock, "task.num_trian=4").startswith(
-        "a 'reasoning_gym' task has no option 'num_trian'; did you mean 'num_train'?"
-    )
-
-
-def test_an_unknown_algorithm(penstock: Penstock) -> None:
-    assert refused(penstock, "algorithm=gropo") == (
+    ),
+    "--cfg job sede=4": "there is no key 'sede'; did you mean 'seed'?\n<any>",
+    "task.num_trian=4": (
+        "a 'reasoning_gym' task has no option 'num_trian'; did you mean 'num_train'?<any>"
+    ),
+    "algorithm=gropo": (
         "there is no algorithm 'gropo'; did you mean 'grpo'?\n"
         f"    algorithm is one of: {ALGORITHMS}"
-    )
-
-
-def test_an_override_that_cannot_be_read(penstock: Penstock) -> None:
-    assert refused(penstock, "seed=[1").startswith("'seed=[1' cannot be read: ")
-
-
-def test_a_column_with_the_wrong_axes(penstock: Penstock, steps: str) -> None:
-    said = refused(penstock, "algorithm=own", f"algorithm.step={steps}:wrong_axes")
-    assert said == (
-        "steps_with_mistakes.py:27\n"
+    ),
+    "seed=[1": "'seed=[1' cannot be read: <any>",
+    "algorithm=own algorithm.step=steps_with_mistakes:wrong_axes": (
+        "steps_with_mistakes.py:24\n"
         "    return actor.train(ClippedPolicyLoss(), PolicyBatch(\n"
         "node 'actor.train', input 'batch.advantage': expected f32[sample, token~], got "
         "f32[sample]\n"
-        "    'reward.score.out' was produced at steps_with_mistakes.py:26\n"
+        "    'reward.score.out' was produced at steps_with_mistakes.py:23\n"
         "    one value per sample was given where one per token is needed; use an op such as "
         "broadcast_over_tokens(..., mask=...)"
-    )
-
-
-def test_a_loss_with_the_wrong_batch(penstock: Penstock, steps: str) -> None:
-    said = refused(penstock, "algorithm=own", f"algorithm.step={steps}:wrong_batch")
-    assert "node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got" in said
-
-
-def test_lag_without_behavior_logprobs(penstock: Penstock, steps: str) -> None:
-    words = ("algorithm=own", f"algorithm.step={steps}:lagging")
-    said = refused(penstock, *words, "schedule.max_lag=1")
-    assert (
-        "'actor.train' may see samples up to 1 optimizer step(s) old (Schedule.max_lag=1) but "
-        "reads no 'behavior_logprob'" in said
-    )
-
-
-def test_a_role_nobody_provides(penstock: Penstock, tmp_path: Path) -> None:
-    (tmp_path / "own_role.py").write_text(
-        "from penstock.algorithms.roles import *\n"
-        "from penstock.algorithms.roles import Sampling\n"
-        "from penstock.dataflow import call\n"
-        "class Judge(Reward):\n    pass\n"
-        "def judged(prompts: Prompts, actor: Policy, judge: Judge):\n"
-        "    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())\n"
-        "    return judge.score(roll.tokens, roll.mask, roll.prompt_id)\n"
-    )
-    words = ("algorithm=own", "algorithm.step=own_role:judged")
-    assert refused(penstock, *words) == (
+    ),
+    "algorithm=own algorithm.step=steps_with_mistakes:lagging schedule.max_lag=1": (
+        "<any>'actor.train' may see samples up to 1 optimizer step(s) old (Schedule.max_lag=1) but "
+        "reads no 'behavior_logprob'<any>"
+    ),
+    "algorithm=own algorithm.step=steps_with_mistakes:judged": (
         "judged has a role 'judge' (Judge) that is not provided\n"
         "    say who plays it: algorithm.roles.judge.worker=module:factory, a function that "
         "returns a worker or its spec"
-    )
-
-
-def test_a_task_file_that_does_not_exist(penstock: Penstock) -> None:
-    said = refused(penstock, "task=file", "task.path=no/such.jsonl", "evaluation.num_prompts=0")
-    assert said.startswith("there is no file 'no/such.jsonl'\n")
-
-
-def test_a_model_folder_that_does_not_exist(penstock: Penstock) -> None:
-    assert refused(penstock, "model=folder", "model.folder=no/such") == (
+    ),
+    "task=file task.path=no/such.jsonl evaluation.num_prompts=0": (
+        "there is no file 'no/such.jsonl'\n<any>"
+    ),
+    "model=folder model.folder=no/such": (
         "'model.folder': 'no/such' does not exist\n"
         "    give a local folder that save_pretrained wrote, or a model of a hub: model=org/name"
-    )
-
-
-def test_a_model_folder_that_is_not_given(penstock: Penstock) -> None:
-    assert refused(penstock, "model=folder") == (
-        "'model.folder' has no value yet\n    give it: model.folder=..."
-    )
-
-
-def test_a_run_folder_that_does_not_exist(penstock: Penstock) -> None:
-    assert refused(penstock, "resume=no/such").startswith("'no/such' is not the folder of a run")
-
-
-def test_a_step_module_that_does_not_exist(penstock: Penstock) -> None:
-    said = refused(penstock, "algorithm.step=no_such_module:step")
-    assert said.startswith("'algorithm.step': there is no module 'no_such_module'\n")
-
-
-def test_a_step_module_that_cannot_be_imported(penstock: Penstock, tmp_path: Path) -> None:
-    (tmp_path / "broken_step.py").write_text("import math\nx = 1 / 0\n")
-    said = refused(penstock, "algorithm.step=broken_step:step")
-    assert "'algorithm.step': module 'broken_step' cannot be imported" in said
-    assert "broken_step.py:2\n    x = 1 / 0\n    ZeroDivisionError: division by zero" in said
-
-
-def test_a_step_module_that_does_not_parse(penstock: Penstock, tmp_path: Path) -> None:
-    (tmp_path / "half_step.py").write_text("def step(:\n")
-    said = refused(penstock, "algorithm.step=half_step:step")
-    assert "half_step.py:1\n    def step(:\n    SyntaxError: " in said
-
-
-def test_a_batch_that_does_not_divide_into_minibatches(penstock: Penstock) -> None:
-    said = refused(
-        penstock,
-        "algorithm.per_step.prompts=30",
-        "algorithm.cfg.sampling.num_samples=4",
-        "algorithm.cfg.num_minibatches=7",
-    )
-    assert said == (
+    ),
+    "model=folder": "'model.folder' has no value yet\n    give it: model.folder=...",
+    "resume=no/such": "'no/such' is not the folder of a run<any>",
+    "algorithm.step=no_such_module:step": (
+        "'algorithm.step': there is no module 'no_such_module'\n<any>"
+    ),
+    "algorithm.step=broken_step:step": (
+        "<any>broken_step.py:2\n    x = 1 / 0\n    ZeroDivisionError: division by zero<any>"
+    ),
+    "algorithm.step=half_step:step": "<any>half_step.py:1\n    def step(:\n    SyntaxError: <any>",
+    "algorithm.per_step.prompts=30 algorithm.cfg.sampling.num_samples=4 "
+    "algorithm.cfg.num_minibatches=7": (
         "'actor.train' trains on 30 prompts x 4 samples = 120 rows per step, which 7 minibatches "
         "do not divide\n    choose algorithm.per_step.prompts or num_minibatches so that the rows "
         "divide evenly"
-    )
-
-
-def test_a_batch_that_does_not_divide_over_ranks(penstock: Penstock) -> None:
-    said = refused(
-        penstock, "algorithm=sft", "executor=ray", "executor.groups.all=3", "evaluation=null"
-    )
-    assert "'evaluation': expected a mapping of keys, got null" in said
-    said = refused(penstock, "algorithm=sft", "executor=ray", "executor.groups.all=3")
-    assert said.startswith("'actor.train' trains on ")
-    assert "the 3 ranks of group 'all'" in said
-
-
-def test_more_prompts_than_the_task_has(penstock: Penstock) -> None:
-    said = refused(penstock, "algorithm=sft", "task.num_train=20", "task.num_held_out=512")
-    assert "but task 'chain_sum' has only 20" in said
-
-
-def test_several_ranks_in_one_process(penstock: Penstock) -> None:
-    assert refused(penstock, "executor.groups.all=2") == (
+    ),
+    "algorithm=sft executor=ray executor.groups.all=3 evaluation=null": (
+        "<any>'evaluation': expected a mapping of keys, got null<any>"
+    ),
+    "algorithm=sft executor=ray executor.groups.all=3": "<any>the 3 ranks of group 'all'<any>",
+    "algorithm=sft task.num_train=20 task.num_held_out=512": (
+        "<any>but task 'chain_sum' has only 20<any>"
+    ),
+    "executor.groups.all=2": (
         "'executor.groups.all' is 2, but executor=in_process has one rank\n"
         "    set executor=ray, or 1"
-    )
-
-
-def test_a_value_of_the_wrong_type(penstock: Penstock) -> None:
-    assert refused(penstock, "algorithm.cfg.sampling.num_samples=many") == (
+    ),
+    "algorithm.cfg.sampling.num_samples=many": (
         "'algorithm.cfg.sampling.num_samples': expected an integer, got the text 'many'\n"
         "    num_samples: Responses per prompt."
-    )
+    ),
+    "algorithm.before.sft.cfg.epochs=0": (
+        "'algorithm.before.sft.cfg': epochs is 0; expected at least 1"
+    ),
+    "algorithm.roles.reward.options.time_limit_s=0.0": (
+        "'algorithm.roles.reward.options': time_limit_s is 0.0; expected at least 0.001 and at "
+        "most 86400"
+    ),
+}
+"""What a run refuses, and what it says; "<any>" stands for any text."""
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "algorithm.cfg.sampling.temperature=-1",
-            "'algorithm.cfg.sampling': temperature is -1.0; expected at least 0",
-        ),
-        (
-            "algorithm.cfg.loss.log_ratio_clamp=0",
-            "'algorithm.cfg.loss': log_ratio_clamp is 0.0; expected above 0",
-        ),
-        ("algorithm.optimizer.lr=-1", "'algorithm.optimizer': lr is -1.0; expected at least 0"),
-        (
-            "algorithm.before.sft.cfg.epochs=0",
-            "'algorithm.before.sft.cfg': epochs is 0; expected at least 1",
-        ),
-        (
-            "algorithm.roles.reward.options.time_limit_s=0.0",
-            "'algorithm.roles.reward.options': time_limit_s is 0.0; expected at least 0.001 and at "
-            "most 86400",
-        ),
-        (
-            "algorithm.roles.actor.options.max_decode_rows=0",
-            "'algorithm.roles.actor.options': max_decode_rows is 0; expected at least 1",
-        ),
-    ],
-)
-def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> None:
-    assert refused(penstock, words) == message
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_run_is_refused(penstock: Penstock, words: str) -> None:
+    message = "(?s:.*)".join(map(re.escape, REFUSED[words].split("<any>")))
+    assert re.fullmatch(message, refused(penstock, *words.split(" ")))
 
 
 @pytest.mark.slow

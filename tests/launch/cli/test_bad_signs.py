@@ -11,6 +11,7 @@ import pytest
 from penstock.launch.run_dir.step_logs import EVENTS, read_events
 
 from ..conftest import Penstock, Said
+from .test_run import only_run, summary_of
 
 SMALL = (
     "model.architecture.hidden_size=16",
@@ -82,13 +83,8 @@ def warned(said: Said) -> list[str]:
     return said.err.split("penstock: warning: ")[1:]
 
 
-def only_run() -> Path:
-    (run,) = Path("runs").iterdir()
-    return run
-
-
 def summary() -> dict[str, Any]:
-    return json.loads((only_run() / "summary.json").read_text())
+    return summary_of(only_run())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from penstock.launch.main import COMMANDS
 
 from ..conftest import Penstock
 
@@ -54,26 +55,7 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (
-            "penstock ",
-            [
-                *[
-                    "run",
-                    "graph",
-                    "plan",
-                    "eval",
-                    "export",
-                    "profile",
-                    "samples",
-                    "scale",
-                    "runs",
-                    "watch",
-                    "doctor",
-                    "--help",
-                    "--version",
-                ]
-            ],
-        ),
+        ("penstock ", [*COMMANDS, "--help", "--version"]),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=pp", ["algorithm=ppo"]),

@@ -93,32 +93,21 @@ def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["algorithm=dpo"],
-            "'schedule.streaming' is 8, but nothing that this run samples can stream\n"
-            "    sft: it samples nothing\n"
-            "    dpo: it samples nothing\n"
-            "    leave it out\n",
-        ),
-        (
-            ["algorithm=env_ppo", "task=cartpole", "model=mlp"],
-            "'schedule.streaming' is 8, but nothing that this run samples can stream\n"
-            "    env_ppo: env.rollout cannot stream: 'env' keeps state, so each of its calls comes "
-            "after the one before\n"
-            "    leave it out\n",
-        ),
-        (
-            ["algorithm.per_step.prompts=6"],
-            "'schedule.streaming' is 8: a step's rows would go on in 8 parts, but grpo takes 6 "
-            "prompts per step\n"
-            "    lower it to at most 6, or raise algorithm.per_step.prompts to at least 8\n",
-        ),
-        (
-            ["schedule.streaming=-1"],
-            "'schedule': Schedule.streaming must be at least 0 parts, got -1\n",
-        ),
+        (["algorithm=dpo"],
+         "'schedule.streaming' is 8, but nothing that this run samples can stream\n    sft: it "
+         "samples nothing\n    dpo: it samples nothing\n    leave it out\n"),
+        (["algorithm=env_ppo", "task=cartpole", "model=mlp"],
+         "'schedule.streaming' is 8, but nothing that this run samples can stream\n    env_ppo: "
+         "env.rollout cannot stream: 'env' keeps state, so each of its calls comes after the one "
+         "before\n    leave it out\n"),
+        (["algorithm.per_step.prompts=6"],
+         "'schedule.streaming' is 8: a step's rows would go on in 8 parts, but grpo takes 6 "
+         "prompts per step\n    lower it to at most 6, or raise algorithm.per_step.prompts to at "
+         "least 8\n"),
+        (["schedule.streaming=-1"],
+         "'schedule': Schedule.streaming must be at least 0 parts, got -1\n"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dry", [True, False])
 def test_streaming_that_cannot_be(
     penstock: Penstock, words: list[str], message: str, dry: bool
@@ -144,38 +133,29 @@ def test_auto_plans_for_the_cluster_that_is_described(penstock: Penstock) -> Non
     assert lines[2].startswith("placement: {actor, reward} on ")
 
 
-def test_a_node_that_is_missing(penstock: Penstock, write: Write) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster=h100"],
+         "node 1 of the plan needs 2 GPUs and the label device=h100, which no node has\n    node "
+         "0: 8 GPUs, device=h100 (is node 0 of the plan)\n    the plan does not fit cluster "
+         "'h100'; plan again for it\n"),
+        (["cluster=h100", "cluster.num_nodes=2", "cluster.devices_per_node=1"],
+         "node 0 of the plan needs 2 GPUs and the label device=h100, which no node has\n    node "
+         "0: 1 GPU, device=h100\n    node 1: 1 GPU, device=h100\n    the plan does not fit "
+         "cluster 'h100'; plan again for it\n"),
+        (["cluster=a100-80g", "cluster.num_nodes=2"],
+         "the plan is for another cluster: for two: 2 nodes x 2 h100 = 4 devices, and this is "
+         "a100-80g: 2 nodes x 8 a100-80g = 16 devices\n    plan again, for the cluster that it "
+         "is to run on\n"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_the_plan_does_not_fit(
+    penstock: Penstock, write: Write, words: list[str], message: str
+) -> None:
     write()
-    said = penstock(*RUN, "cluster=h100")
-    assert (said.code, said.out) == (2, "")
-    assert said.err == (
-        "penstock: node 1 of the plan needs 2 GPUs and the label device=h100, which no node has\n"
-        "    node 0: 8 GPUs, device=h100 (is node 0 of the plan)\n"
-        "    the plan does not fit cluster 'h100'; plan again for it\n"
-    )
-
-
-def test_a_gpu_less_than_planned(penstock: Penstock, write: Write) -> None:
-    write()
-    said = penstock(*RUN, "cluster=h100", "cluster.num_nodes=2", "cluster.devices_per_node=1")
-    assert said.code == 2
-    assert said.err == (
-        "penstock: node 0 of the plan needs 2 GPUs and the label device=h100, which no node has\n"
-        "    node 0: 1 GPU, device=h100\n"
-        "    node 1: 1 GPU, device=h100\n"
-        "    the plan does not fit cluster 'h100'; plan again for it\n"
-    )
-
-
-def test_a_plan_for_another_cluster(penstock: Penstock, write: Write) -> None:
-    write()
-    said = penstock(*RUN, "cluster=a100-80g", "cluster.num_nodes=2")
-    assert said.code == 2
-    assert said.err == (
-        "penstock: the plan is for another cluster: for two: 2 nodes x 2 h100 = 4 devices, and "
-        "this is a100-80g: 2 nodes x 8 a100-80g = 16 devices\n"
-        "    plan again, for the cluster that it is to run on\n"
-    )
+    said = penstock(*RUN, *words)
+    assert (said.code, said.out, said.err) == (2, "", f"penstock: {message}")
 
 
 def test_a_plan_of_another_version_of_the_graph(penstock: Penstock, write: Write) -> None:
@@ -236,15 +216,16 @@ def test_an_engine_that_is_not_installed(
     )
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed(
-    penstock: Penstock, monkeypatch: pytest.MonkeyPatch
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    said = penstock("run", "--dry-run", "tracker=wandb")
+    monkeypatch.setitem(sys.modules, name, None)
+    said = penstock("run", "--dry-run", f"tracker={name}")
     assert said.code == 2
     assert said.err == (
-        "penstock: 'tracker.kind': wandb needs a package that is not installed\n"
-        "    pip install 'penstock-rl[wandb]'\n"
+        f"penstock: 'tracker.kind': {name} needs a package that is not installed\n"
+        f"    pip install 'penstock-rl[{name}]'\n"
     )
 
 

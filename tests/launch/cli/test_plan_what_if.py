@@ -65,39 +65,23 @@ def test_a_file_takes_the_place_of_the_pins(penstock: Penstock) -> None:
     ("text", "message"),
     [
         (None, "'plan.compare': 'pins.yaml' cannot be read: No such file or directory"),
-        (
-            "",
-            "'plan.compare': 'pins.yaml': expected keys of plan.pins, got null\n"
-            "    its keys are: together, apart, num_devices, devices, layouts",
-        ),
-        (
-            "- actor",
-            "'plan.compare': 'pins.yaml': expected keys of plan.pins, got [\"actor\"]\n"
-            "    its keys are: together, apart, num_devices, devices, layouts",
-        ),
-        (
-            "a: [",
-            "'plan.compare': 'pins.yaml' is no YAML file: while parsing a flow node expected the "
-            "node content, but found '<stream end>' in \"pins.yaml\", line 1, column 5",
-        ),
-        (
-            "layots: {}",
-            "'plan.compare': 'pins.yaml':\nthere is no key 'plan.pins.layots'; did you mean "
-            "'plan.pins.layouts'?\n    plan.pins has: together, apart, num_devices, devices, "
-            "layouts",
-        ),
-        (
-            "together: [[actor, critic]]",
-            "'plan.compare': 'pins.yaml':\n'plan.pins.together' names a call group 'critic', which "
-            "the step does not have\n    its call groups are: actor",
-        ),
-        (
-            "together: 2026-01-01",
-            "'plan.compare': 'pins.yaml':\n'plan.pins.together': expected a list, got the text "
-            "'2026-01-01'\n    together: Lists of call groups that share a group.",
-        ),
+        ("",
+         "'plan.compare': 'pins.yaml': expected keys of plan.pins, got null\n    its keys are: "
+         "together, apart, num_devices, devices, layouts"),
+        ("a: [",
+         "'plan.compare': 'pins.yaml' is no YAML file: while parsing a flow node expected the "
+         'node content, but found \'<stream end>\' in "pins.yaml", line 1, column 5'),
+        ("layots: {}",
+         "'plan.compare': 'pins.yaml':\nthere is no key 'plan.pins.layots'; did you mean "
+         "'plan.pins.layouts'?\n    plan.pins has: together, apart, num_devices, devices, layouts"),
+        ("together: [[actor, critic]]",
+         "'plan.compare': 'pins.yaml':\n'plan.pins.together' names a call group 'critic', which "
+         "the step does not have\n    its call groups are: actor"),
+        ("together: 2026-01-01",
+         "'plan.compare': 'pins.yaml':\n'plan.pins.together': expected a list, got the text "
+         "'2026-01-01'\n    together: Lists of call groups that share a group."),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_has_no_pins(penstock: Penstock, text: str | None, message: str) -> None:
     if text is not None:
         Path("pins.yaml").write_text(text)
@@ -150,26 +134,25 @@ def test_a_run_is_compared_with_its_plan(penstock: Penstock) -> None:
     assert float(bar.attrib["data-end-s"]) == pytest.approx(run["step_time_s"], rel=1e-4)
 
 
-def test_a_run_that_has_hardly_begun(penstock: Penstock) -> None:
-    folder = run_of(penstock, num_steps=1)
-    assert refused(penstock, f"plan.compare=[{folder}]") == (
-        "'plan.compare': 'run' has made no two steps yet\n    wait for it, or take another run"
-    )
-
-
-def test_a_run_of_another_step(penstock: Penstock) -> None:
-    folder = run_of(penstock, num_steps=2)
-    said = refused(penstock, "algorithm=dpo", f"plan.compare=[{folder}]")
-    assert said.startswith(
-        "'plan.compare': 'run':\nthe plan was made for another version of dpo: its graph is "
-    )
-
-
-def test_a_run_of_other_sizes(penstock: Penstock) -> None:
-    folder = run_of(penstock, num_steps=2)
-    said = refused(penstock, "workload.response=7", f"plan.compare=[{folder}]")
-    assert said.startswith("'plan.compare': 'run' is a run with other rows or tokens: planned for ")
-    assert " + 7 tokens\n    give this step the run's: workload.prompt=..., " in said
+@pytest.mark.parametrize(
+    ("num_steps", "words", "messages"),
+    [
+        (1, (), ["'run' has made no two steps yet\n    wait for it, or take another run"]),
+        (2, ("algorithm=dpo",),
+         ["'run':\nthe plan was made for another version of dpo: its graph is "]),
+        (2, ("workload.response=7",),
+         ["'run' is a run with other rows or tokens: planned for ",
+          " + 7 tokens\n    give this step the run's: workload.prompt=..., "]),
+    ],
+    ids=["hardly begun", "another step", "other sizes"],
+)  # fmt: skip
+def test_a_run_that_cannot_be_compared(
+    penstock: Penstock, num_steps: int, words: tuple[str, ...], messages: list[str]
+) -> None:
+    folder = run_of(penstock, num_steps=num_steps)
+    said = refused(penstock, *words, f"plan.compare=[{folder}]")
+    assert said.startswith(f"'plan.compare': {messages[0]}")
+    assert messages[-1] in said
 
 
 def test_pins_under_which_nothing_fits_name_their_file(penstock: Penstock) -> None:

@@ -147,14 +147,6 @@ def test_multirun_makes_a_run_for_each_job(penstock: Penstock) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["runs"]
 
 
-def test_the_same_seed_gives_the_same_weights(penstock: Penstock) -> None:
-    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8")
-    for folder in ("first", "second"):
-        assert penstock("run", *words, f"runs={folder}").code == 0
-    first, second = (summary_of(only_run(Path(f))) for f in ("first", "second"))
-    assert first["weights_sha256"] == second["weights_sha256"]
-
-
 def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may edit the source tree while a run goes on."""
     seen = (CodeVersion("1", "c0ffee", dirty=reading > 0) for reading in count())
@@ -180,21 +172,28 @@ def test_a_failing_worker_ends_with_code_1_and_a_way_to_continue(
     assert f"penstock run resume={only_run()}" in said.err
 
 
-def test_a_finished_run_is_not_resumed(penstock: Penstock) -> None:
+def test_what_is_not_resumed(penstock: Penstock) -> None:
     words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
     assert penstock("run", *words).code == 0
-    said = penstock("run", f"resume={only_run()}")
-    assert said.code == 2
-    assert "has finished; its result is in" in said.err
+    run = only_run()
 
+    def refused(*more: str) -> str:
+        said = penstock("run", f"resume={run}", *more)
+        assert said.code == 2
+        return said.err
 
-def test_a_resumed_run_keeps_its_configuration(penstock: Penstock) -> None:
-    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
-    assert penstock("run", *words).code == 0
-    (only_run() / "summary.json").unlink()
-    said = penstock("run", f"resume={only_run()}", "seed=4")
-    assert said.code == 2
-    assert "comes with seed=4" in said.err
+    assert "has finished; its result is in" in refused()
+    (run / "summary.json").unlink()
+    assert "comes with seed=4" in refused("seed=4")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("\nmismatch:\n", "\nagreement:\n"))
+    assert refused() == (
+        "penstock: 'agreement' is now 'mismatch'\n    rename it where it is written: on the command"
+        " line, in a YAML file, or in config.yaml of a run that is resumed\n"
+    )
+    (run / "config.yaml").write_text(config)
+    (run / "run.json").write_text("{")
+    assert refused().startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
 
 
 def unfinished(penstock: Penstock, *words: str) -> Path:
@@ -280,29 +279,6 @@ def test_a_run_is_not_resumed_from_another_model(penstock: Penstock, key: str) -
         f"files was {before} and is [0-9a-f]{{16}} now\n"
         "    bring the folder back as it was when the run began, or start a new run\n",
         said.err,
-    )
-
-
-def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> None:
-    run = unfinished(penstock)
-    (run / "run.json").write_text("{")
-    said = penstock("run", f"resume={run}")
-    assert said.code == 2
-    assert said.err.startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
-
-
-def test_an_old_run_is_told_how_its_keys_are_called_now(penstock: Penstock) -> None:
-    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
-    assert penstock("run", *words).code == 0
-    run = only_run()
-    (run / "summary.json").unlink()
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("\nmismatch:\n", "\nagreement:\n"))
-    said = penstock("run", f"resume={run}")
-    assert (said.code, said.err) == (
-        2,
-        "penstock: 'agreement' is now 'mismatch'\n    rename it where it is written: on the command"
-        " line, in a YAML file, or in config.yaml of a run that is resumed\n",
     )
 
 

@@ -85,19 +85,6 @@ def test_a_run_that_is_killed_goes_on_from_its_folder(
     ]
 
 
-def test_a_run_without_a_folder_is_started_anew(standing_in: Path) -> None:
-    standing_in.write_text(f"{PROGRAM}if number < 2:\n    {KILLED}")
-    assert supervise_command(["seed=3"]) == 0
-    assert starts() == [["run", "seed=3"]] * 2
-
-
-def test_a_run_that_went_on_already_goes_on_in_the_same_words(standing_in: Path) -> None:
-    standing_in.write_text(f"{PROGRAM}{FOUND}if number < 2:\n    {KILLED}")
-    words = ["resume=runs/it", "algorithm.num_steps=9"]
-    assert supervise_command(words) == 0
-    assert starts() == [["run", *words]] * 2
-
-
 def test_a_fault_that_comes_again_each_time_ends_it(
     standing_in: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,37 +98,28 @@ def test_a_fault_that_comes_again_each_time_ends_it(
     ]
 
 
-def test_a_run_is_not_started_more_often_than_it_may(
-    standing_in: Path, capsys: pytest.CaptureFixture[str]
+SAYS_MORE = "if number < 2:\n    tell(may_go_on={})\n    sys.exit(1)\n"
+RESUMED = ("resume=runs/it", "algorithm.num_steps=9")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "code", "num_starts"),
+    [
+        (f"if number < 2:\n    {KILLED}", ("seed=3",), 0, 2),  # it has no folder yet
+        (f"{FOUND}if number < 2:\n    {KILLED}", RESUMED, 0, 2),
+        *((f"{FOUND}sys.exit({code})\n", (), code, 1) for code in (0, 2, 130, 143)),
+        (FOUND + SAYS_MORE.format(True), ("resume=runs/it",), 0, 2),
+        (FOUND + SAYS_MORE.format(False), (), 1, 1),
+        (f"{FOUND}if number < 2:\n    os._exit(1)\n", ("resume=runs/it",), 0, 2),  # says nothing
+        (f"{FOUND}steps(number)\n{KILLED}", ("resume=runs/it",), 128 + signal.SIGKILL, 5),
+    ],
+)
+def test_what_is_started_again_and_in_which_words(
+    standing_in: Path, program: str, words: tuple[str, ...], code: int, num_starts: int
 ) -> None:
-    standing_in.write_text(f"{PROGRAM}{FOUND}steps(number)\n{KILLED}")
-    assert supervise_command([]) == 128 + signal.SIGKILL
-    assert len(starts()) == 5
-    assert "may no more often (recovery.max_restarts)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("code", [0, 2, 130, 143])
-def test_an_end_is_an_end(standing_in: Path, code: int) -> None:
-    standing_in.write_text(f"{PROGRAM}{FOUND}sys.exit({code})\n")
-    assert supervise_command([]) == code
-    assert len(starts()) == 1
-
-
-@pytest.mark.parametrize(("may_go_on", "times"), [(True, 2), (False, 1)])
-def test_an_error_counts_as_what_the_run_said_of_it(
-    standing_in: Path, may_go_on: bool, times: int
-) -> None:
-    standing_in.write_text(
-        f"{PROGRAM}{FOUND}if number < 2:\n    tell(may_go_on={may_go_on})\n    sys.exit(1)\n"
-    )
-    assert supervise_command([]) == (0 if may_go_on else 1)
-    assert len(starts()) == times
-
-
-def test_a_process_that_says_nothing_of_its_end_has_died(standing_in: Path) -> None:
-    standing_in.write_text(f"{PROGRAM}{FOUND}if number < 2:\n    os._exit(1)\n")
-    assert supervise_command([]) == 0
-    assert len(starts()) == 2
+    standing_in.write_text(PROGRAM + program)
+    assert supervise_command(list(words)) == code
+    assert starts() == [["run", *words]] * num_starts
 
 
 def test_a_run_that_had_finished_is_not_started_again(

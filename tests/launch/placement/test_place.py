@@ -196,62 +196,55 @@ def test_a_run_follows_the_plan_of_a_file(tmp_path: Path) -> None:
     assert [group.name for group in made["sft"].placement.groups] == ["one"]
 
 
-def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
-    other = SPLIT.model_copy(update={"nodes": {"judge": "two"}})
-    with pytest.raises(PlanError, match="'judge'"):
-        stages(config_of(*PPO, written(tmp_path, other)))
-
-
-def test_a_group_of_a_file_without_work_is_refused(tmp_path: Path) -> None:
-    idle = SPLIT.model_copy(update={"nodes": {}})
-    with pytest.raises(PlanError) as caught:
-        stages(config_of(*PPO, written(tmp_path, idle)))
-    assert str(caught.value) == (
-        "group 'two' of the plan would have nothing to do in ppo\n"
-        "    plan again for this algorithm, or leave the group out"
-    )
-
-
-def test_a_plan_with_several_ranks_needs_ray(tmp_path: Path) -> None:
-    word = written(tmp_path, SPLIT)
-    with pytest.raises(PlanError) as caught:
-        stages(config_of("algorithm=ppo", word))
-    assert str(caught.value) == (
-        f"plan file {tmp_path / 'plan.json'} has 2 ranks, but executor=in_process has one\n"
-        "    set executor=ray"
-    )
-
-
-def test_a_plan_for_cuda_needs_cuda(tmp_path: Path) -> None:
-    cuda = Plan(groups=(GroupPlan(name="all", device="cuda"),))
-    with pytest.raises(PlanError) as caught:
-        stages(config_of(*PPO, written(tmp_path, cuda), "executor.device=cpu"))
-    assert str(caught.value) == (
-        f"plan file {tmp_path / 'plan.json'}: group 'all' is on 'cuda', but 'executor.device' is "
-        "'cpu'\n    set executor.device=cuda, or plan for another cluster"
-    )
-
-
-def test_a_layout_that_our_engine_does_not_have_is_refused(tmp_path: Path) -> None:
-    plan = Plan(
-        groups=(GroupPlan(name="all", devices=(0, 1)),), layouts={"actor.train": Layout(tp=2)}
-    )
-    with pytest.raises(PlanError) as caught:
-        stages(config_of(*PPO, written(tmp_path, plan)))
-    assert str(caught.value) == (
-        f"plan file {tmp_path / 'plan.json'}: node 'actor.train' has layout tp2, but the torch "
-        "engine runs data-parallel only\n    plan for it: engine=torch"
-    )
-
-
-def test_groups_and_a_file_contradict_each_other(tmp_path: Path) -> None:
-    word = written(tmp_path, SPLIT)
-    with pytest.raises(ConfigError) as caught:
-        stages(config_of(*PPO, word, "executor.groups.all=2"))
-    assert str(caught.value) == (
-        f"'placement' is '{tmp_path / 'plan.json'}', but there are executor.groups as well\n"
-        "    leave one of them out"
-    )
+@pytest.mark.parametrize(
+    ("plan", "words", "message"),
+    [
+        (
+            SPLIT.model_copy(update={"nodes": {}}),
+            PPO,
+            "group 'two' of the plan would have nothing to do in ppo\n"
+            "    plan again for this algorithm, or leave the group out",
+        ),
+        (
+            SPLIT,
+            ("algorithm=ppo",),
+            "plan file FILE has 2 ranks, but executor=in_process has one\n    set executor=ray",
+        ),
+        (
+            Plan(groups=(GroupPlan(name="all", device="cuda"),)),
+            (*PPO, "executor.device=cpu"),
+            "plan file FILE: group 'all' is on 'cuda', but 'executor.device' is "
+            "'cpu'\n    set executor.device=cuda, or plan for another cluster",
+        ),
+        (
+            Plan(
+                groups=(GroupPlan(name="all", devices=(0, 1)),),
+                layouts={"actor.train": Layout(tp=2)},
+            ),
+            PPO,
+            "plan file FILE: node 'actor.train' has layout tp2, but the torch "
+            "engine runs data-parallel only\n    plan for it: engine=torch",
+        ),
+        (
+            SPLIT,
+            (*PPO, "executor.groups.all=2"),
+            "'placement' is 'FILE', but there are executor.groups as well\n"
+            "    leave one of them out",
+        ),
+        (
+            None,
+            (*PPO, "executor.nodes.critic=b"),
+            "'executor.nodes.critic': there is no group 'b'\n    executor.groups has: none",
+        ),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(
+    tmp_path: Path, plan: Plan | None, words: tuple[str, ...], message: str
+) -> None:
+    given = words if plan is None else (*words, written(tmp_path, plan))
+    with pytest.raises((ConfigError, PlanError)) as caught:
+        stages(config_of(*given))
+    assert str(caught.value) == message.replace("FILE", str(tmp_path / "plan.json"))
 
 
 # --- groups
@@ -264,14 +257,6 @@ def test_groups_are_used_instead_of_the_planner() -> None:
     assert [(group.name, group.num_ranks) for group in plan.groups] == [("a", 2), ("b", 1)]
     assert placed(build_stages(config)).executor == config.executor
     assert stages(config)["ppo"].placement.nodes["critic.value"] == "b"
-
-
-def test_nodes_without_groups_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        stages(config_of(*PPO, "executor.nodes.critic=b"))
-    assert str(caught.value) == (
-        "'executor.nodes.critic': there is no group 'b'\n    executor.groups has: none"
-    )
 
 
 # --- predicted and measured

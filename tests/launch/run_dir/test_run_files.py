@@ -160,25 +160,6 @@ def test_a_groups_json_that_has_no_groups_is_said(folder: RunFolder, groups: str
         read_groups(folder.path)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"step": 0, "loss": "low"}',
-        '{"step": 0, "loss": [1]}',
-        '{"step": 0, "loss": true}',
-        '{"step": 0, "loss": Infinity}',
-        f'{{"step": 0, "loss": {"9" * 400}}}',
-        '{"step": true}',
-        '{"step": 0.5}',
-        '["step"]',
-    ],
-)
-def test_a_metric_that_is_no_number_is_named_with_its_line(folder: RunFolder, line: str) -> None:
-    folder.metrics.write_text(f'{{"step": 0, "loss": null}}\n{line}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl:2: expected a JSON object with an int"):
-        read_metrics(folder.metrics)
-
-
 def test_a_lock_that_is_a_link_leaves_its_target_alone(folder: RunFolder, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("the only copy of this text")

@@ -85,15 +85,25 @@ def test_steps_only_go_up(tmp_path: Path) -> None:
             log.write(4, {"step": 1.0})
 
 
-@pytest.mark.parametrize("line", ["{}", "[1]", "3", "{nonsense", '{"step": "3"}'])
+VALUES = (
+    "true",
+    "0.5",
+    '"3"',
+    *(f'0, "loss": {v}' for v in ('"low"', "[1]", "true", "Infinity", "9" * 400)),
+)
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", '["step"]', "3", "{nonsense", *(f'{{"step": {v}}}' for v in VALUES)]
+)
 def test_a_foreign_line_is_refused_by_file_and_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 0}}\n{line}\n')
+    path.write_text(f'{{"step": 0, "loss": null}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: expected a JSON object with an int"):
         read_metrics(path)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: "):
         MetricsLog(path, first_step=1)
-    assert path.read_text() == f'{{"step": 0}}\n{line}\n'
+    assert path.read_text().endswith(f"\n{line}\n")
 
 
 def test_a_resumed_run_forgets_what_comes_again(tmp_path: Path) -> None:

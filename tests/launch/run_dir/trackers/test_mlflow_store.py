@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.shipped_trackers import MlflowTracker
 
 from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
@@ -157,16 +156,3 @@ def test_nothing_asks_for_the_network(run: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert (ran.returncode, ran.stdout) == (0, "[] ['MainThread']\n"), ran.stderr
     assert ran.stderr == ""
-
-
-def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(name: str) -> None:
-        del name
-
-    monkeypatch.setattr("importlib.util.find_spec", nothing)
-    with pytest.raises(ConfigError) as raised:
-        MlflowTracker()
-    assert str(raised.value) == (
-        "'tracker.kind': mlflow needs a package that is not installed\n"
-        "    pip install 'penstock-rl[mlflow]'"
-    )

@@ -181,18 +181,3 @@ def test_another_mode_is_refused() -> None:
     assert str(raised.value) == (
         "'tracker.options.mode': expected one of offline, online, got 'of-line'"
     )
-
-
-def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "wandb")
-
-    def nothing(name: str) -> None:
-        del name
-
-    monkeypatch.setattr("importlib.util.find_spec", nothing)
-    with pytest.raises(ConfigError) as raised:
-        WandbTracker()
-    assert str(raised.value) == (
-        "'tracker.kind': wandb needs a package that is not installed\n"
-        "    pip install 'penstock-rl[wandb]'"
-    )

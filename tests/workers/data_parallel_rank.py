@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from forked_ranks import fork_groups
+from forked_ranks import fork_groups, join
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, Rollout, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
@@ -94,13 +93,7 @@ def part_of(rank: int, num_ranks: int, split: int) -> slice:
 
 def main(rank: int, num_ranks: int, folder: Path, words: list[str]) -> None:
     if num_ranks > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'store'}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=60),
-        )
+        join(rank, num_ranks, folder / "store", limit_s=60)
     optimizer = OptimizerSpec(lr=1e-3)
     context = WorkerContext("actor", seed=7, rank=rank, num_ranks=num_ranks)
     policy = make_policy(optimizer=optimizer, context=context)

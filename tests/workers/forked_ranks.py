@@ -16,12 +16,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from penstock.workers.isolation import child as child_process
 
 _LIMIT_S = 500.0
@@ -76,6 +78,17 @@ def fork_groups(main: Main) -> None:
         ]
         if not _all_end_well(children):
             sys.exit("\n".join(f"{log.name}:\n{log.read_text()[-_SHOWN:]}" for log in logs))
+
+
+def join(process: int, size: int, store: Path, limit_s: int = 120) -> None:
+    """Make these processes torch.distributed's."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=process,
+        world_size=size,
+        timeout=timedelta(seconds=limit_s),
+    )
 
 
 def _fork(act: Callable[[], None], log: Path) -> int:

@@ -8,34 +8,32 @@ batch; what a part finds is written to it, named by part, layout and process.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
-from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
-from forked_ranks import fork_groups
+from forked_ranks import fork_groups, join
 from megatron_models import (
     FAMILIES,
-    FROZEN,
     LORA,
     OPTIMIZER,
     PADDED,
+    frozen,
     load_batch,
     numbers_saved,
     optimizer_of,
     ruin,
+    take_on,
     tiny,
     train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
     train_with_a_nap,
+    write_refusals,
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
@@ -44,11 +42,7 @@ from penstock.workers.engines.fsdp_engine.mesh import (
     CutOutputs,
     _mesh,  # pyright: ignore[reportPrivateUsage]
 )
-from penstock.workers.engines.fsdp_engine.specs import (
-    FsdpPolicySpec,
-    FsdpRewardSpec,
-    FsdpValueSpec,
-)
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
 from penstock.workers.engines.roles import PolicyWorker, last_masked
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
@@ -71,16 +65,10 @@ class Part:
         self.process = process
         self.found: dict[str, Tensor] = {}
 
-    def context(self, role: str, **sizes: int) -> WorkerContext:
-        rank, beside = divmod(self.process, self.shards * self.tensor)
-        placed: dict[str, Any] = {
-            "rank": rank,
-            "num_ranks": self.ranks,
-            "tensor_rank": beside,
-            "tensor_parallel": self.shards * self.tensor,
-        }
-        placed |= sizes
-        return WorkerContext(role, seed=7, **placed)
+    def context(self, role: str) -> WorkerContext:
+        size = self.shards * self.tensor
+        rank, beside = divmod(self.process, size)
+        return WorkerContext(role, 7, rank, self.ranks, tensor_rank=beside, tensor_parallel=size)
 
     def policy(self, family: str, **options: Any) -> PolicyWorker:
         spec = ModelSpec(folder=str(self.folder / family), dtype=options.pop("dtype", "float32"))
@@ -256,10 +244,7 @@ def refusals(part: Part) -> None:
     odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
     other = ModelSpec(architecture=architecture("gpt2"))
     spec = FsdpPolicySpec(model=odd, end_ids=(2,), shards=3)
-    three, two = (
-        FsdpPolicySpec(model=model, end_ids=(2,), shards=2, context_parallel=size)
-        for model, size in ((odd, 3), (other, 2))
-    )
+    two = FsdpPolicySpec(model=other, end_ids=(2,), shards=2, context_parallel=2)
     attempts: dict[str, Callable[[], object]] = {
         "generate": lambda: policy.generate(none, none[:, 0], Sampling()),
         "train": lambda: train_policy(policy, load_batch(part.folder)),
@@ -267,27 +252,9 @@ def refusals(part: Part) -> None:
         "gpt2": lambda: part.build(other),
         "adapters": lambda: part.policy("qwen2", lora=LORA),
         "shards": lambda: spec.build(part.context("actor")),
-        "context": lambda: three.build(part.context("actor")),
         "gpt2 context": lambda: two.build(part.context("actor")),
-        "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
     }
-    said: dict[str, str] = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    (part.folder / f"fsdp-refusals-{part.process}.json").write_text(json.dumps(said))
-
-
-def frozen(part: Part) -> None:
-    """Some parameters never move, and a policy without an optimizer follows the one that learns."""
-    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
-    policy, follower = part.policy("qwen2-tied", optimizer=spec), part.policy("qwen2-tied")
-    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
-    part.found |= policy.export_weights()
-    follower.follow(policy, share=0.25)
-    part.keep("follower", follower.export_weights())
+    write_refusals(part.folder / f"fsdp-refusals-{part.process}.json", attempts)
 
 
 def adapters(part: Part) -> None:
@@ -336,44 +303,33 @@ PARTS: dict[str, Callable[[Part], None]] = {
 }
 
 
-def join(process: int, size: int, folder: Path, name: str) -> None:
+def rejoin(process: int, size: int, folder: Path, name: str) -> None:
     """Make these processes torch.distributed's; meshes of others are forgotten."""
     _mesh.cache_clear()
     _groups.cache_clear()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / name}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
+    join(process, size, folder / name)
 
 
-def take_on(layout: str, process: int, folder: Path) -> None:
-    """Work off the parts of a layout."""
+def begin(layout: str, process: int, folder: Path) -> None:
+    """Take on a layout."""
     sizes, parts = layout.split(":")
     part = Part(process, [int(number) for number in sizes.split(",")], folder)
-    for name in parts.split("+"):
-        part.found = {}
-        PARTS[name](part)
-        found = {key: value.detach().contiguous() for key, value in part.found.items()}
-        safetensors.torch.save_file(found, folder / f"{name}-{part.layout}-{process}.safetensors")
-        dist.barrier()
+    take_on(part, parts, PARTS)
 
 
 def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
     """Half of the processes first, then all."""
     half, place = divmod(process, size // 2)
-    join(place, size // 2, folder, f"store-half-{half}")
+    rejoin(place, size // 2, folder, f"store-half-{half}")
     for layout in layouts:
         mine = layout.startswith("~") == bool(half)
         if mine and needed(layout) < size:
-            take_on(layout.removeprefix("~"), place, folder)
+            begin(layout.removeprefix("~"), place, folder)
     dist.destroy_process_group()
-    join(process, size, folder, "store")
+    rejoin(process, size, folder, "store")
     for layout in layouts:
         if needed(layout) == size:
-            take_on(layout, process, folder)
+            begin(layout, process, folder)
     dist.destroy_process_group()
 
 

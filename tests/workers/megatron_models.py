@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
 from penstock.dataflow.errors import ConfigError, WorkerError
@@ -214,6 +215,38 @@ def numbers_saved(policy: Any, tokens: Tensor, num_parts: int = 1) -> int:
 
     policy.network.run(MicroBatches([tokens] * num_parts, load, compute), backward=True)
     return sum(tensor.numel() for tensor in saved.values())
+
+
+def frozen(part: Any) -> None:
+    """Some parameters never move, and a policy without an optimizer follows the one that learns."""
+    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
+    policy, follower = part.policy("qwen2-tied", optimizer=spec), part.policy("qwen2-tied")
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.found |= policy.export_weights()
+    follower.follow(policy, share=0.25)
+    part.keep("follower", follower.export_weights())
+
+
+def write_refusals(path: Path, attempts: Mapping[str, Callable[[], object]]) -> None:
+    """What is said of each attempt that fails."""
+    said: dict[str, str] = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    path.write_text(json.dumps(said))
+
+
+def take_on(part: Any, parts: str, functions: Mapping[str, Callable[[Any], None]]) -> None:
+    """Work off the parts of a layout, and write what each has found."""
+    for name in parts.split("+"):
+        part.found = {}
+        functions[name](part)
+        found = {key: value.detach().contiguous() for key, value in part.found.items()}
+        file = f"{name}-{part.layout}-{part.process}.safetensors"
+        safetensors.torch.save_file(found, part.folder / file)
+        dist.barrier()
 
 
 def ruin(part: Any) -> None:

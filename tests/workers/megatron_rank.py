@@ -7,33 +7,32 @@ batch; what a part finds is written to it, named by the part, the layout and the
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
-from forked_ranks import fork_groups
+from forked_ranks import fork_groups, join
 from megatron_models import (
     FAMILIES,
-    FROZEN,
     OPTIMIZER,
+    frozen,
     load_batch,
     numbers_saved,
     optimizer_of,
     read_weights,
     ruin,
+    take_on,
     tiny,
     train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
     train_with_a_nap,
+    write_refusals,
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -54,7 +53,8 @@ from torch_models import architecture
 class Part:
     """What a process was started with, and what it found."""
 
-    def __init__(self, process: int, tp: int, dp: int, pp: int, folder: Path) -> None:
+    def __init__(self, process: int, sizes: Sequence[int], folder: Path) -> None:
+        tp, dp, pp = sizes
         self.folder = folder
         self.sizes: dict[str, Any] = {
             "rank": process // tp % dp,
@@ -263,23 +263,7 @@ def refusals(part: Part) -> None:
     models["window"] = window
     for name, model in models.items():
         attempts[name] = partial(part.build, model, "actor")
-    said: dict[str, str] = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    (part.folder / f"refusals-{part.process}.json").write_text(json.dumps(said))
-
-
-def frozen(part: Part) -> None:
-    """Some parameters never move, and a policy without an optimizer follows the one that learns."""
-    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
-    policy, follower = part.policy("qwen2-tied", optimizer=spec), part.policy("qwen2-tied")
-    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
-    part.found |= policy.export_weights()
-    follower.follow(policy, share=0.25)
-    part.keep("follower", follower.export_weights())
+    write_refusals(part.folder / f"refusals-{part.process}.json", attempts)
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
@@ -298,29 +282,24 @@ PARTS: dict[str, Callable[[Part], None]] = {
 }
 
 
-def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / f'store-{size}'}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
+def work_off(
+    kind: type[Part],
+    functions: Mapping[str, Callable[[Any], None]],
+    process: int,
+    size: int,
+    folder: Path,
+    layouts: list[str],
+) -> None:
+    """Take on the layouts, one after another."""
+    join(process, size, folder / f"store-{size}")
     for layout in layouts:
         sizes, parts = layout.split(":")
-        tp, dp, pp = (int(number) for number in sizes.split(","))
-        part = Part(process, tp, dp, pp, folder)
-        for name in parts.split("+"):
-            part.found = {}
-            PARTS[name](part)
-            found = {key: value.detach().contiguous() for key, value in part.found.items()}
-            file = f"{name}-{part.layout}-{process}.safetensors"
-            safetensors.torch.save_file(found, folder / file)
-            dist.barrier()
+        part = kind(process, [int(number) for number in sizes.split(",")], folder)
+        take_on(part, parts, functions)
         parallel_state().destroy_model_parallel()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     prepare_megatron("cpu")
-    fork_groups(main)
+    fork_groups(partial(work_off, Part, PARTS))

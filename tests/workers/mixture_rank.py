@@ -6,15 +6,12 @@ batch; what a part finds is written to it, named by the part, the layout and the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-import torch.distributed as dist
 from forked_ranks import fork_groups
 from megatron_models import (
     MIXTURES,
@@ -24,9 +21,10 @@ from megatron_models import (
     tiny,
     train_pairs,
     train_policy,
+    write_refusals,
 )
-from megatron_rank import Part
-from penstock.workers.engines.megatron_engine.groups import parallel_state, prepare_megatron
+from megatron_rank import Part, work_off
+from penstock.workers.engines.megatron_engine.groups import prepare_megatron
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronRewardSpec
 from penstock.workers.models.spec import ModelSpec
 from pydantic import TypeAdapter
@@ -35,9 +33,9 @@ from pydantic import TypeAdapter
 class MixturePart(Part):
     """With experts divided over processes that share a model."""
 
-    def __init__(self, process: int, sizes: tuple[int, int, int, int], folder: Path) -> None:
+    def __init__(self, process: int, sizes: Sequence[int], folder: Path) -> None:
         tp, ep, dp, pp = sizes
-        super().__init__(process, tp * ep, dp, pp, folder)
+        super().__init__(process, (tp * ep, dp, pp), folder)
         self.experts = ep
         self.layout = f"tp{tp}ep{ep}dp{dp}pp{pp}"
 
@@ -102,7 +100,7 @@ def resume(part: MixturePart) -> None:
 def refusals(part: MixturePart) -> None:
     """What it says of what it cannot do, told apart by key."""
     sparse = {**tiny("qwen3_moe"), "decoder_sparse_step": 2}
-    attempts: dict[str, tuple[dict[str, Any], int]] = {
+    refused: dict[str, tuple[dict[str, Any], int]] = {
         "dense": (tiny("qwen2"), 2),
         "three": ({**tiny("mixtral"), "num_local_experts": 3}, 2),
         "places": (tiny("mixtral"), 3),
@@ -112,15 +110,12 @@ def refusals(part: MixturePart) -> None:
         "noise": ({**tiny("mixtral"), "router_jitter_noise": 0.1}, 2),
         "window": ({**tiny("mixtral"), "sliding_window": 8}, 2),
     }
-    said: dict[str, str] = {}
-    for name, (architecture, experts) in attempts.items():
+    attempts: dict[str, Callable[[], object]] = {}
+    for name, (architecture, experts) in refused.items():
         model = ModelSpec(architecture=architecture)
         spec = MegatronPolicySpec(model=model, end_ids=(2,), expert_parallel=experts)
-        try:
-            spec.build(part.context("actor"))
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    (part.folder / f"refusals-{part.process}.json").write_text(json.dumps(said))
+        attempts[name] = partial(spec.build, part.context("actor"))
+    write_refusals(part.folder / f"refusals-{part.process}.json", attempts)
 
 
 PARTS: dict[str, Callable[[MixturePart], None]] = {
@@ -131,29 +126,6 @@ PARTS: dict[str, Callable[[MixturePart], None]] = {
 }
 
 
-def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / f'store-{size}'}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
-    for layout in layouts:
-        sizes, parts = layout.split(":")
-        tp, ep, dp, pp = (int(number) for number in sizes.split(","))
-        part = MixturePart(process, (tp, ep, dp, pp), folder)
-        for name in parts.split("+"):
-            part.found = {}
-            PARTS[name](part)
-            found = {key: value.detach().contiguous() for key, value in part.found.items()}
-            file = f"{name}-{part.layout}-{process}.safetensors"
-            safetensors.torch.save_file(found, folder / file)
-            dist.barrier()
-        parallel_state().destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     prepare_megatron("cpu")
-    fork_groups(main)
+    fork_groups(partial(work_off, MixturePart, PARTS))

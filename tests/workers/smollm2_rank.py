@@ -8,13 +8,12 @@ process writes how far every parameter's change is from the torch engine's, to
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked_ranks import fork_groups
+from forked_ranks import fork_groups, join
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
@@ -25,13 +24,7 @@ SPECS: dict[str, Any] = {"megatron": MegatronPolicySpec, "fsdp": FsdpPolicySpec}
 
 
 def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / f'store-{size}-{layouts[0]}'}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=300),
-    )
+    join(process, size, folder / f"store-{size}-{layouts[0]}", limit_s=300)
     for layout in layouts:
         where, case = layout.split(":")
         engine, tensor, stages = where.split(",")

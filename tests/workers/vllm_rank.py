@@ -6,13 +6,12 @@ Writes what it sampled to FOLDER; afterwards process 0 samples the same with its
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
+from forked_ranks import join
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy
@@ -40,13 +39,7 @@ def sample(policy: VllmPolicy, module: Any) -> dict[str, Tensor]:
 
 
 def main(process: int, tensor_parallel: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=process,
-        world_size=tensor_parallel,
-        timeout=timedelta(seconds=120),
-    )
+    join(process, tensor_parallel, folder / "store")
     module: Any = model_spec("qwen2-tied").causal_lm("cpu")
     set_weights(module, random_weights(module, 1))
     context = WorkerContext("actor", 7, tensor_parallel=tensor_parallel, tensor_rank=process)

@@ -374,13 +374,9 @@ REFUSALS = {
     "the model divide it by rows",
     "shards": "ConfigError: 'actor' has shards=3, which does not divide the 2 processes that "
     "share its model\n    set executor.tensor_parallel to a multiple of shards",
-    "context": "ConfigError: 'actor' has context_parallel=3, which does not divide the 2 processes "
-    "that share its model\n    set executor.tensor_parallel to a multiple of it",
     "gpt2 context": "ConfigError: engine=fsdp has context parallelism for llama, qwen2, qwen3, "
     "where every layer attends to whole rows, not for this 'gpt2'\n    leave "
     "engine.options.context_parallel out",
-    "stages": "ConfigError: 'actor' is on a group of 2 pipeline stages, which engine=fsdp does "
-    "not have\n    set executor.pipeline_parallel to 1, or engine=megatron",
 }
 
 

@@ -19,24 +19,7 @@ from penstock.workers.data.task import Task, fingerprint, task_alphabet
 SMALL: dict[str, Any] = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 SPEC = ReasoningTaskSpec(name="chain_sum", config=SMALL, num_train=300, num_held_out=100)
 
-QUICK = [
-    "basic_arithmetic",
-    "products",
-    "gcd",
-    "lcm",
-    "leg_counting",
-    "decimal_chain_sum",
-    "letter_counting",
-    "number_sorting",
-    "spell_backward",
-    "simple_equations",
-    "count_bits",
-    "word_sorting",
-    "base_conversion",
-    "prime_factorization",
-    "calendar_arithmetic",
-    "mini_sudoku",
-]
+QUICK = ["gcd", "decimal_chain_sum", "letter_counting", "number_sorting", "word_sorting"]
 
 
 @pytest.mark.parametrize("name", ["chain_sum", *QUICK])
@@ -48,14 +31,6 @@ def test_a_task_loads_and_its_own_answers_are_right(name: str) -> None:
         answer = task.answer_text(index)
         assert answer is not None
         assert task.score(index, answer) == task.correct_score
-
-
-def test_splits_are_disjoint_and_every_problem_is_distinct() -> None:
-    task = SPEC.build()
-    train = {task.prompt_text(index) for index in task.train}
-    held_out = {task.prompt_text(index) for index in task.held_out}
-    assert (len(train), len(held_out)) == (300, 100)
-    assert not train & held_out
 
 
 def test_a_small_task_trains_on_what_is_there() -> None:
@@ -120,11 +95,6 @@ def test_another_seed_gives_other_problems() -> None:
         name="chain_sum", config=SMALL, num_train=300, num_held_out=100, seed=10**6
     )
     assert fingerprint(other.build()) != fingerprint(SPEC.build())
-
-
-def test_a_task_without_answers_says_none() -> None:
-    task = ReasoningTaskSpec(name="propositional_logic", num_train=5, num_held_out=2).build()
-    assert task.answer_text(0) is None
 
 
 def test_every_verifier_that_evaluates_responses_is_known() -> None:

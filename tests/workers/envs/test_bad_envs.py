@@ -18,7 +18,7 @@ from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.task import EnvRowSource
 
 from ...copies import copies_end, fork
-from .acting import NoisyActor, env_worker, roll, targets
+from .acting import NoisyActor, env_worker, roll
 from .toys import Bad, Counting, register
 
 SAID = {
@@ -96,16 +96,6 @@ def test_one_of_many_is_restarted_and_counted(how: str) -> None:
     assert worker.metrics["episode_length"].value == 5
 
 
-def test_advantages_do_not_reach_over_a_restart() -> None:
-    worker = env_worker(bad("raises", 0.1, max_restarts=8))
-    traj = roll(worker, 0, num_envs=8, group_size=8, horizon=20)
-    row, t = (int(at[0]) for at in torch.nonzero(traj.truncated, as_tuple=True))
-    value = torch.arange(traj.reward.numel(), dtype=torch.float32).view(traj.reward.shape)
-    target = targets(traj, value, torch.zeros(8))
-    # Worth its reward and what the critic says of the state that the failed step was taken from.
-    assert target.value_target[row, t] == traj.reward[row, t] + value[row, t + 1]
-
-
 class Lost(NoisyActor):
     """Gives no numbers for environment 1, and then no choice that there is."""
 
@@ -169,11 +159,6 @@ NO_FORM = "environment 'Acrobot-v1' has no vectorized form; leave"
 def test_what_is_refused_before_anything_is_built(spec: EnvSpec, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         spec.spaces()
-
-
-def test_a_vectorized_form_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=NO_FORM):
-        roll(env_worker(EnvSpec(id="Acrobot-v1", vectorized=True)), 0)
 
 
 @pytest.mark.parametrize(
@@ -240,22 +225,6 @@ def test_one_that_cannot_be_made_anew_is_named(licensed: EnvSpec) -> None:
         r"\(test_bad_envs.py:\d+\), at step 2 of its episode, failure 4 of its group in one",
     ):
         roll(env_worker(licensed), 0, num_envs=2)
-
-
-def test_one_whose_constructor_fails_is_refused_with_the_place() -> None:
-    def broken(**options: object) -> gym.Env[object, object]:
-        raise FileNotFoundError("no map.txt")
-
-    gym.register("toys/Unmade-v0", broken)
-    try:
-        with pytest.raises(
-            ConfigError,
-            match=r"^environment 'toys/Unmade-v0' cannot be made: it raised FileNotFoundError: no "
-            r"map.txt \(test_bad_envs.py:\d+\)$",
-        ):
-            EnvSpec(id="toys/Unmade-v0").spaces()
-    finally:
-        del gym.registry["toys/Unmade-v0"]
 
 
 STUCK = r"it is stuck \(test_bad_envs.py:\d+\) at step 0"
@@ -335,7 +304,11 @@ def test_those_that_are_not_resumed_are_closed_and_their_state_stays(
     file.write_text(json.dumps(state))
     worker.load_state(tmp_path)
     for _ in range(2):
-        with pytest.raises(StateError, match="shows something else"):
+        with pytest.raises(
+            StateError,
+            match=r"environment 1 of 'toys/Door-v0' \(seed \d+\) shows something else after the 2 "
+            "actions of its episode",
+        ):
             roll(worker, 1)
         assert Door.num_open == 0
 

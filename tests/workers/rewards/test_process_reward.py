@@ -13,21 +13,10 @@ from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.process_reward import TorchProcessRewardSpec, step_ends
+from torch_models import architecture
 
 TOKENIZER = TokenizerSpec(alphabet="0123456789+=\n;")
-MODEL = ModelSpec(
-    architecture={
-        "model_type": "qwen2",
-        "vocab_size": TOKENIZER.build().vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-    }
-)
+MODEL = ModelSpec(architecture=architecture("qwen2-tied"))
 CONTEXT = WorkerContext(role="prm", seed=3)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.engines.torch_engine import network
 from penstock.workers.engines.torch_engine.network import LeanNetwork, PlainNetwork
 from penstock.workers.engines.torch_engine.packing import pack_rows
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
-from torch_models import FAMILIES, VOCAB, make_policy, module_of
+from torch_models import FAMILIES, VOCAB, make_batch, make_policy, module_of
 
 ROWS, WIDTH, PROMPT = 24, 40, 9
 
@@ -123,3 +126,15 @@ def test_the_same_bits_are_asked_for_during_a_call_alone(monkeypatch: pytest.Mon
         with network._same_bits(asked):  # pyright: ignore[reportPrivateUsage]
             assert torch.are_deterministic_algorithms_enabled() == asked
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_computing_activations_again_changes_no_bit(name: str) -> None:
+    batch, found = make_batch(make_policy(name)), list[dict[str, Tensor]]()
+    for again in (False, True):
+        policy = make_policy(name, optimizer=OptimizerSpec(), activation_checkpointing=again)
+        with call_scope(0, 0):
+            policy.train(ClippedPolicyLoss(), batch)
+        found.append(policy.export_weights())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.envs.games.libraries import LibraryGameSpec
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
@@ -59,23 +58,13 @@ def test_the_rules_are_ours(ours: BoardSpec, theirs: LibraryGameSpec, seed: int)
 
 
 @pytest.mark.parametrize("game", ["Hex-v1", "Othello-v1", "LeducHoldem-v1", "Backgammon-v1"])
-def test_games_depend_neither_on_threads_nor_on_company(game: str) -> None:
+def test_games_depend_on_seed_and_step_and_neither_on_threads_nor_on_company(game: str) -> None:
     one, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, group_size=12)
     other, _ = play(pool(game, num_threads=3), Random(), Random(), games=12, group_size=5)
     assert alike(one, other)
-    later, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, step=1)
-    assert not torch.equal(one.action, later.action)
-
-
-def test_dice_and_cards_belong_to_seed_and_step() -> None:
-    def dealt(**options: int) -> torch.Tensor:
-        found, _ = play(pool("LeducHoldem-v1", 6), Scripted(*[0] * 9), Scripted(*[0] * 9),
-                        games=32, group_size=32, **options)  # fmt: skip
-        return found.obs[:, 0]
-
-    assert torch.equal(dealt(), dealt())
-    assert not torch.equal(dealt(), dealt(seed=1))
-    assert not torch.equal(dealt(), dealt(step=1))
+    for options in ({"step": 1}, {"seed": 1}):
+        later, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, **options)
+        assert not torch.equal(one.action, later.action)
 
 
 def test_every_game_is_paid_for_what_happens_in_it() -> None:
@@ -112,20 +101,6 @@ def test_a_game_that_is_cut_off_shows_both_players_how_it_stands(spec: LibraryGa
     assert torch.equal(one[..., 1], other[..., 0])
     stones = one.sum((1, 2))  # one less where the second player took the first's stone instead
     assert ((stones >= 2 * spec.max_turns - 1) & (stones <= 2 * spec.max_turns)).all()
-
-
-@pytest.mark.parametrize(
-    ("spec", "width", "choices"),
-    [
-        (pool("Hex-v1"), 11 * 11 * 4, 122),
-        (pool("Go9x9-v1"), 9 * 9 * 17, 82),
-        (pool("Backgammon-v1"), 34, 156),
-        (zoo("connect_four_v3"), 6 * 7 * 2, 7),
-    ],
-    ids=lambda value: getattr(value, "id", ""),
-)
-def test_what_players_see_and_choose_from(spec: LibraryGameSpec, width: int, choices: int) -> None:
-    assert spec.spaces() == (width, ActionSpace("discrete", sizes=(choices,), masked=True))
 
 
 @pytest.mark.parametrize(

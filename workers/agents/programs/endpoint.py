@@ -276,12 +276,19 @@ class Endpoint:
         sequences = None
         try:
             sequences = self._conversation(request)
-            asked = read_request(await _body(request))
+            body = bytearray()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > _MOST_BYTES:
+                    raise Refused(
+                        f"the body is longer than {_MOST_BYTES} bytes", status=413, code="too_large"
+                    )
+            asked = read_request(bytes(body))
             answer = await sequences.answer(asked)
         except import_module("starlette.requests").ClientDisconnect:
             assert sequences is not None, "its body is read last"
             sequences.counts["hung_up"] += 1
-            return _json({}, 499)  # the client is gone
+            return _json({}, 499)  # nobody reads it
         except Refused as refused:
             if sequences is None:
                 self.refused[refused.status] += 1
@@ -330,17 +337,6 @@ def _not_served(request: Request) -> Refused:
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
     return import_module("starlette.responses").JSONResponse(body, status)
-
-
-async def _body(request: Request) -> bytes:
-    read = bytearray()
-    async for piece in request.stream():
-        read += piece
-        if len(read) > _MOST_BYTES:
-            raise Refused(
-                f"the body is longer than {_MOST_BYTES} bytes", status=413, code="too_large"
-            )
-    return bytes(read)
 
 
 def check_extra() -> ModuleType:

@@ -19,7 +19,7 @@ from ....dataflow.options import Fraction, Int, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import BadCall, Reply, ToolCall, TurnResult
 from ..tools.tool import TextFunction
-from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment, check_template
 
 LONGEST_EXPRESSION = 64  # characters; nesting and the number of operators are bounded by it
 
@@ -123,11 +123,7 @@ class CalculatorTaskSpec(GeneratedSpec):
             raise ConfigError(
                 f"'task.operators' is {self.operators!r}\n    give some of the characters + - *"
             )
-        if "{expression}" not in self.prompt_template:
-            raise ConfigError(
-                f"'task.prompt_template' is {self.prompt_template!r}, which has no place for the "
-                "expression\n    write {expression} where it stands"
-            )
+        check_template(self.prompt_template, "{expression}", "expression")
         longest = self.max_terms * (self.max_digits + 1) - 1
         digits = self.max_digits * self.max_terms if "*" in self.operators else self.max_digits + 2
         if longest > LONGEST_EXPRESSION or digits > _MOST_VALUE_DIGITS:

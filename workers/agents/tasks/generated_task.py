@@ -42,6 +42,15 @@ class PlainEnvironment(ABC):
         """End."""
 
 
+def check_template(template: str, place: str, what: str) -> None:
+    """Require a place in a task's template of prompts for what differs from prompt to prompt."""
+    if place not in template:
+        raise ConfigError(
+            f"'task.prompt_template' is {template!r}, which has no place for the {what}\n"
+            f"    write {place} where {'they stand' if what[-1] == 's' else 'it stands'}"
+        )
+
+
 @option_class
 class GeneratedSpec:
     """Number and seed of problems."""

@@ -33,7 +33,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.options import Fraction, Int, NonNegativeInt, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import Reply, TurnResult
-from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment, check_template
 
 Cell = tuple[int, int]  # column and row
 
@@ -243,11 +243,7 @@ class TwentyQuestionsTaskSpec(GeneratedSpec):
             )
 
     def build(self) -> TwentyQuestionsTask:
-        if "{objects}" not in self.prompt_template:
-            raise ConfigError(
-                f"'task.prompt_template' is {self.prompt_template!r}, which has no place for the "
-                "candidates\n    write {objects} where they stand"
-            )
+        check_template(self.prompt_template, "{objects}", "candidates")
         return TwentyQuestionsTask(self)
 
 

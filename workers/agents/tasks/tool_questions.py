@@ -30,7 +30,7 @@ from ..environment import Environment, Reply, ToolCall, TurnResult
 from ..tools.python_tool import PythonTools
 from ..tools.search_tool import SearchTool, SearchTools, words_of
 from ..tools.tool import Tool, ToolEnvironment, ToolLimits
-from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment, check_template
 
 
 @option_class
@@ -60,11 +60,7 @@ class ToolQuestions(GeneratedTask[ToolQuestion]):
     """Questions of a generator, answered with a tool at hand."""
 
     def __init__(self, task_id: str, spec: ToolQuestionsSpec, tool: Tool) -> None:
-        if "{question}" not in spec.prompt_template:
-            raise ConfigError(
-                f"'task.prompt_template' is {spec.prompt_template!r}, which has no place for the "
-                "question\n    write {question} where it stands"
-            )
+        check_template(spec.prompt_template, "{question}", "question")
         self._options, self._tool = spec, tool
         self.deterministic = tool.deterministic
         self.further_characters = PRINTABLE
@@ -233,7 +229,7 @@ class SearchTaskSpec(ToolQuestionsSpec):
     num_towns: PositiveInt = 2000
     """Towns of the world, five sentences each; the questions are about some of them."""
     two_hops: Fraction = 0.0
-    """Share of the questions that take two searches, as the first finds the name for the second."""
+    """Share of the questions that take two searches, as the first finds whom to search for next."""
     num_results: PositiveInt = 1
     """Sentences that a search shows, the best first."""
     max_chars: PositiveInt = 200

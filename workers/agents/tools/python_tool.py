@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 from typing_extensions import override
 
-from ....dataflow.errors import ConfigError, WorkerError
+from ....dataflow.errors import WorkerError
 from ....dataflow.options import FiniteFloat, Int, option_class
 from ...isolation.child import cut
 from ...isolation.confine import Unconfined
@@ -62,8 +62,6 @@ class PythonTools:
     """Whether to count on code that asks for neither time nor the system's random bytes."""
 
     def build(self) -> Tool:
-        if not self.name.isidentifier():
-            raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
         return PythonTool(self, check_sandbox(self.minimum))
 
 

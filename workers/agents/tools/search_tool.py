@@ -92,8 +92,6 @@ class SearchTools:
     """BM25's penalty of long texts, from 0 to 1."""
 
     def build(self) -> Tool:
-        if not self.name.isidentifier():
-            raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
         if (self.path is None) == (not self.texts):
             raise ConfigError(
                 "a search needs either a path or texts\n    give one of them, such as "
@@ -122,9 +120,9 @@ class SearchTool(Tool, ToolSession):
     """An index of texts, and the session of every conversation, which is not remembered."""
 
     def __init__(self, options: SearchTools, texts: Sequence[str]) -> None:
+        self._function = TextFunction(options.name, _DESCRIPTION, "query", "A few words.")
         self._options, self._texts = options, tuple(texts)
         self._index = Bm25(self._texts, k1=options.k1, b=options.b)
-        self._function = TextFunction(options.name, _DESCRIPTION, "query", "A few words.")
         self.schemas = self._function.schemas
 
     def search(self, query: str) -> str:

@@ -86,6 +86,10 @@ class TextFunction:
     argument: str  # its argument's name
     meaning: str  # what the argument is
 
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
+
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         properties = {self.argument: {"type": "string", "description": self.meaning}}

@@ -78,11 +78,6 @@ class FileTaskSpec(RowTaskSpec):
 def file_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The rows of a file, one after the other; blank lines of a JSONL file are skipped."""
     path = Path(path)
-    _check_file(path)
-    return _json_lines(path) if path.suffix in _JSON_SUFFIXES else _parquet_rows(path)
-
-
-def _check_file(path: Path) -> None:
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         found = closest(path.name, beside)
@@ -98,6 +93,7 @@ def _check_file(path: Path) -> None:
             f"'{path}': the ending '{path.suffix}' says neither JSONL nor Parquet\n"
             f"    files end in {', '.join(_JSON_SUFFIXES + _PARQUET_SUFFIXES)}"
         )
+    return _json_lines(path) if path.suffix in _JSON_SUFFIXES else _parquet_rows(path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:

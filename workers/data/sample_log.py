@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ class SampleLog(Role):
     def __init__(self, spec: SampleLogSpec, *, writes: bool) -> None:
         self._spec = spec
         self._writes = writes
-        self._tokenizer: Tokenizer | None = None
-        self._prompts: PromptEncoder | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         self._has_warned = False
@@ -134,7 +133,7 @@ class SampleLog(Role):
             for name, column in numbers.items()
         }
         problems = values.get("prompt_id")
-        said = self._known_tokenizer.decode_responses(tokens, mask)
+        said = self._tokenizer.decode_responses(tokens, mask)
         turns = None
         if turn is not None and earned is not None:
             turns = [self._turns(*one) for one in zip(tokens, turn, earned, strict=True)]
@@ -161,7 +160,7 @@ class SampleLog(Role):
             after = int(torch.nonzero(turn == number + 1)[0]) if end != ends[-1] else known
             found.append(
                 {
-                    "said": self._known_tokenizer.said(tokens[own].tolist()),
+                    "said": self._tokenizer.said(tokens[own].tolist()),
                     "reward": float(earned[own].sum()),
                     "shown": self._text(tokens[end + 1 : after]),
                 }
@@ -169,24 +168,25 @@ class SampleLog(Role):
         return found
 
     def _conversation(self, problem: int | None) -> str | None:
-        if problem is None or self._spec.task is None:
+        if problem is None or self._prompts is None:
             return None
-        if self._prompts is None:
-            task = one_process()(self._spec.task.build)()
-            self._prompts = PromptEncoder(task, self._known_tokenizer, self._spec.chat)
         messages = self._prompts.messages(problem) or []
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
-    @property
-    def _known_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._spec.tokenizer.build()
-        return self._tokenizer
+    @cached_property
+    def _prompts(self) -> PromptEncoder | None:
+        if self._spec.task is None:
+            return None
+        task = one_process()(self._spec.task.build)()
+        return PromptEncoder(task, self._tokenizer, self._spec.chat)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._spec.tokenizer.build()
 
     def _text(self, ids: Tensor) -> str:
-        tokenizer = self._known_tokenizer
-        known = [token for token in ids.tolist() if token < tokenizer.vocab_size]
-        text = tokenizer.backend.decode(
+        known = [token for token in ids.tolist() if token < self._tokenizer.vocab_size]
+        text = self._tokenizer.backend.decode(
             known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)
@@ -219,10 +219,7 @@ class SampleLog(Role):
 
 
 def _pieces(column: Tensor | None, num_rows: int) -> list[dict[str, int]]:
-    """Return which conversation of the step each row belongs to, and which of its rows it is.
-
-    Nothing where every conversation is one row.
-    """
+    """Return each row's conversation, and which of its rows it is; nothing if all are one row."""
     if column is None or not bool(column.any()):
         return [{}] * num_rows
     conversation = ((column == 0).cumsum(0) - 1).clamp(min=0)

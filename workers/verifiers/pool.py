@@ -50,26 +50,15 @@ class Outcome:
 
 
 class VerifierPool:
-    """Runs calls of one verifier in `num_processes` processes, started at once.
-
-    Args:
-        spec: The verifier.
-        num_processes: Number of processes.
-        time_limit_s: Seconds one call may take.
-        start_limit_s: Seconds a process may take to start and make the verifier.
-
-    Raises:
-        ConfigError: If a number is out of range.
-        WorkerError: If the system starts no process.
-    """
+    """Runs calls of one verifier in `num_processes` processes, started at once."""
 
     def __init__(
         self,
         spec: VerifierSpec,
         *,
         num_processes: int = 2,
-        time_limit_s: float = 5.0,
-        start_limit_s: float = 120.0,
+        time_limit_s: float = 5.0,  # Of one call
+        start_limit_s: float = 120.0,  # Of a process, to start and make the verifier
     ) -> None:
         fits = SHORTEST_S <= time_limit_s <= LONGEST_S and 1 <= num_processes <= MOST_PROCESSES
         if not fits:
@@ -88,7 +77,7 @@ class VerifierPool:
             time_limit_s=time_limit_s,
             start_limit_s=start_limit_s,
             most_bytes=_MOST_REPLY,
-            accepts=_is_score,
+            accepts=lambda value: value is None or (type(value) is float and math.isfinite(value)),
         )
         try:
             for _ in range(num_processes):
@@ -101,17 +90,10 @@ class VerifierPool:
         return self._pool.process_ids
 
     def run(self, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        """Run every call and return its outcome, in order.
+        """Run every call, given its arguments as JSON, and return its outcome, in order.
 
         Each process may take the time limit, and 5 s to be replaced, per call that is its share,
         and the limit for starting once; calls that have no outcome then have run out of time.
-
-        Args:
-            calls: Arguments of each call, as JSON.
-
-        Raises:
-            WorkerError: If the pool is closed, or a process cannot be started or cannot make the
-                verifier.
         """
         with self._lock:
             if self._closed:
@@ -186,10 +168,6 @@ class VerifierPool:
             case said:
                 text = _fault(said, " before it was ready")
         return WorkerError(text.rstrip())
-
-
-def _is_score(value: Any) -> bool:
-    return value is None or (type(value) is float and math.isfinite(value))
 
 
 def _fault(error: NotSaid, when: str = "") -> str:

@@ -210,10 +210,6 @@ _LIKE = {
 """Argument of a reward, in order -> words in other names that rewards give it."""
 
 
-def _is_like(name: str, passed: str) -> bool:
-    return any(word in name or word.startswith(name) for word in (passed, *_LIKE[passed]))
-
-
 def check_parameters(
     reference: str, function: Any, columns: Iterable[str], read_as: Mapping[str, str | None]
 ) -> None:
@@ -237,7 +233,11 @@ def check_parameters(
             what = f"has '{name}' where {own or 'nothing'} is passed"
         elif name in known:
             what = f"has a parameter '{name}', a column of the data, and columns are not passed"
-        elif own is not None and not (name.startswith("_") or _is_like(name, own)):
+        elif (
+            own is not None
+            and not name.startswith("_")
+            and not any(word in name or word.startswith(name) for word in (own, *_LIKE[own]))
+        ):
             what = f"has a parameter '{name}' where the {own} is passed"
         else:
             continue

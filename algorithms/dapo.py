@@ -78,16 +78,9 @@ def sample_until_full(
 ) -> tuple[ScoredRollout, PerSample]:
     """Sample and score, round after round, until there are enough groups that teach something.
 
-    Args:
-        prompts: All prompts of the step, `cfg.max_rounds` shares.
-        actor: The policy that answers.
-        reward: The reward that scores.
-        sampling: How responses are sampled.
-        cfg: Which groups are kept, and how long more are sampled.
-
     Returns:
-        As many groups as a share has prompts, or fewer (see `WhenShort`); and of the first round 1
-        for each row of a group that was kept, 0 for others.
+        As many groups as one of `cfg.max_rounds` shares of the prompts has, or fewer (see
+        `WhenShort`); and of the first round 1 for each row of a group that was kept, 0 for others.
     """
     correct_score = cfg.correct_score if cfg.metric == "accuracy" else None
     kept: ScoredRollout | None = None

@@ -41,11 +41,9 @@ class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
     """Norm of the temporal-difference error."""
 
     def totals(self, batch: QBatch) -> Tensor:
-        """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
     def __call__(self, output: ValueOutput, batch: QBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's loss."""
         value = zero_where_masked_out(output.value, batch.mask)
         target = zero_where_masked_out(batch.value_target, batch.mask)
         if self.norm == "huber":

@@ -178,14 +178,7 @@ def train_on_pairs(
 
 
 def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: float) -> GaeTargets:
-    """Advantages of trajectories, across the ends of their episodes; see `gae`.
-
-    Args:
-        traj: What the actor did.
-        values: The critic's values of the states.
-        discount: gamma, per step.
-        gae_lambda: lambda.
-    """
+    """Advantages of trajectories, across the ends of their episodes; see `gae`."""
     return gae(
         traj.mask,
         reward=traj.reward,
@@ -199,13 +192,7 @@ def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: f
 
 
 def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -> ActorCriticBatch:
-    """The batch of the losses of an actor and a critic.
-
-    Args:
-        traj: What the actor did.
-        values: The critic's values of the states, before the update.
-        target: Advantages of the actions, and the critic's targets.
-    """
+    """The batch of the losses of an actor and a critic; `values` are those before the update."""
     return ActorCriticBatch(
         obs=traj.obs,
         action=traj.action,
@@ -229,16 +216,6 @@ def train_actor_critic(
     epochs: int = 1,
     num_minibatches: int = 1,
 ) -> TrainMetrics:
-    """Train actor and critic at once.
-
-    Args:
-        actor: The actor that acted.
-        traj: What it did.
-        values: See `actor_critic_batch`.
-        target: See `actor_critic_batch`.
-        loss: Reads an `ActorCriticBatch`.
-        epochs: Passes over the steps.
-        num_minibatches: Optimizer steps in a pass.
-    """
+    """Train the actor that acted and its critic at once; `loss` reads an `ActorCriticBatch`."""
     batch = actor_critic_batch(traj, values, target)
     return actor.train(loss, batch, epochs=epochs, num_minibatches=num_minibatches)

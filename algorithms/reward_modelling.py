@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
 from .losses.preference import BradleyTerryLoss
-from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
+from .roles import PreferencePairs, RewardModel, TrainMetrics
 
 
 @option_class
@@ -27,9 +27,4 @@ def reward_modelling_step(
     pairs: PreferencePairs, reward: RewardModel, cfg: RewardModelling
 ) -> TrainMetrics:
     """Train on one step's pairs of responses."""
-    return reward.train(
-        cfg.loss,
-        PairBatch(pair_id=pairs.pair_id, tokens=pairs.tokens, mask=pairs.mask, chosen=pairs.chosen),
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-    )
+    return reward.train(cfg.loss, pairs, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
 from .losses.tokens import CrossEntropyLoss
-from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
+from .roles import Demonstrations, Policy, TrainMetrics
 
 
 @option_class
@@ -21,9 +21,4 @@ class SFT:
 
 def sft_step(demos: Demonstrations, actor: Policy, cfg: SFT) -> TrainMetrics:
     """Train on one step's demonstrations; prompts are context and are not imitated."""
-    return actor.train(
-        cfg.loss,
-        DemonstrationBatch(tokens=demos.tokens, mask=demos.mask),
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-    )
+    return actor.train(cfg.loss, demos, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

@@ -99,11 +99,6 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     def __call__(
         self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
     ) -> LossSum:
-        """These rows' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If the critic weighs values and the loss is not `two_hot`, or the reverse.
-        """
         if output.value_logits is not None and not self.two_hot:
             raise ValueError(
                 "the critic weighs values, and the loss is not two_hot; set algorithm.cfg.loss."

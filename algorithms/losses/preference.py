@@ -32,8 +32,8 @@ from ..ops.pairs import pair_rows
 from ..ops.reductions import unknown, zero_where_masked_out
 from ..roles.language_tables import (
     FeedbackBatch,
-    PairBatch,
     PolicyOutput,
+    PreferencePairs,
     ReferencePairBatch,
     ScoreOutput,
 )
@@ -217,11 +217,6 @@ class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
         return (batch.chosen & batch.mask.any(dim=1)).sum().double()[None]
 
     def __call__(self, output: PolicyOutput, batch: ReferencePairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
         chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
         logprob = zero_where_masked_out(output.logprob, batch.mask).sum(dim=1)
         reference = zero_where_masked_out(batch.ref_logprob, batch.mask).sum(dim=1)
@@ -296,33 +291,32 @@ class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
         return LossSum(per_row.sum() / self.divisor(totals).to(per_row), metrics)
 
 
-@option_class
-class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
-    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
+class PairMean(CountedMean):
+    """A mean over pairs of a scoring model's loss."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
     tolerates_lag: ClassVar[bool] = True
+
+    def totals(self, batch: PreferencePairs) -> Tensor:
+        return batch.chosen.sum().double()[None]
+
+
+@option_class
+class BradleyTerryLoss(PairMean, Loss[PreferencePairs, ScoreOutput]):
+    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
 
     margin: FiniteFloat = 0.0
     """Least difference between the scores of the chosen and the rejected response."""
     centering_coef: NonNegativeFloat = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
 
-    def totals(self, batch: PairBatch) -> Tensor:
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: PairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
+    def __call__(self, output: ScoreOutput, batch: PreferencePairs, totals: Tensor) -> LossSum:
         return of_scores(output, batch, self.divisor(totals), self.margin, self.centering_coef)
 
 
 def of_scores(
     output: ScoreOutput,
-    batch: PairBatch,
+    batch: PreferencePairs,
     divisor: Tensor,
     margin: Tensor | float,
     centering_coef: float,

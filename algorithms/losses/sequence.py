@@ -164,11 +164,6 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
         return torch.tensor([len(_scored_pairs(batch))], dtype=torch.float64)
 
     def __call__(self, output: PolicyOutput, batch: ComparedPairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's mean over pairs.
-
-        Raises:
-            ValueError: If a prompt does not have exactly two rows here.
-        """
         rows = _scored_pairs(batch)
         score = batch.score[rows]
         loss = self.pair_loss(

@@ -30,7 +30,7 @@ from ..ops.reductions import (
     zero_where_masked_out,
 )
 from ..roles.language_tables import (
-    DemonstrationBatch,
+    Demonstrations,
     PolicyBatch,
     PolicyColumns,
     PolicyOutput,
@@ -654,15 +654,15 @@ def _explained_variance(totals: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @option_class
-class CrossEntropyLoss(TokenAggregation, Loss[DemonstrationBatch, PolicyOutput]):
+class CrossEntropyLoss(TokenAggregation, Loss[Demonstrations, PolicyOutput]):
     """Maximum likelihood of the demonstrated tokens."""
 
     tolerates_lag: ClassVar[bool] = True
 
-    def totals(self, batch: DemonstrationBatch) -> Tensor:
+    def totals(self, batch: Demonstrations) -> Tensor:
         return aggregation_totals(batch.mask)
 
-    def __call__(self, output: PolicyOutput, batch: DemonstrationBatch, totals: Tensor) -> LossSum:
+    def __call__(self, output: PolicyOutput, batch: Demonstrations, totals: Tensor) -> LossSum:
         token_loss = cross_entropy(output.logprob)
         metrics = {"cross_entropy": token_metric(token_loss, batch.mask)}
         return LossSum(self.reduce(token_loss, batch.mask, totals), metrics)

@@ -11,10 +11,9 @@ from torch import Tensor
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import (
     PerSample,
-    PreferencePairs,
     PromptId,
     Rollout,
-    SampleFlag,
+    ScoredPairs,
     TokenIds,
     TokenMask,
 )
@@ -53,27 +52,16 @@ def pair_rows(pair_id: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return order[chosen[order]], order[~chosen[order]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectedPairs(PreferencePairs):
-    """Pairs taken from rollouts: for each prompt its best response and its worst.
-
-    Example:
-        Responses a, b, c of prompt 17 score 0.5, 1 and 0: rows b and c, `pair_id = [17, 17]`,
-        `chosen = [T, F]`, `score = [1, 0]`, `tied = [F, F]`.
-    """
-
-    score: PerSample
-    tied: SampleFlag
-    """True where all responses of the prompt scored the same."""
-
-
 @op(scope="group", makes_rows=True)
-def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> SelectedPairs:
+def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> ScoredPairs:
     """The best and the worst response of each prompt, two rows each, the better one first.
 
     Of equal scores the first response counts as the best and the last as the worst, so a prompt's
     two rows are never the same one. A prompt with fewer than two scores gets an empty mask.
     Guo et al., "Direct Language Model Alignment from Online AI Feedback", 2024.
+
+    Responses a, b, c of prompt 17 that score 0.5, 1 and 0 make the rows b and c, with
+    `pair_id = [17, 17]`, `chosen = [T, F]` and `score = [1, 0]`.
 
     Args:
         roll: Responses, at least two per prompt; groups may be interleaved.
@@ -100,31 +88,28 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]
     pair_scores = score[torch.tensor(rows, dtype=torch.int64)].reshape(-1, 2)
-    tied = pair_scores[:, 0] == pair_scores[:, 1]
-    dropped = (tied & (ties == "drop")) | pair_scores.isnan().any(dim=1)
-    return pairs_of(roll, score, rows, tied, dropped=dropped)
+    dropped = pair_scores.isnan().any(dim=1)
+    if ties == "drop":
+        dropped |= pair_scores[:, 0] == pair_scores[:, 1]
+    return pairs_of(roll, score, rows, dropped=dropped)
 
 
-def pairs_of(
-    roll: Rollout, score: Tensor, rows: list[int], tied: Tensor, *, dropped: Tensor
-) -> SelectedPairs:
+def pairs_of(roll: Rollout, score: Tensor, rows: list[int], *, dropped: Tensor) -> ScoredPairs:
     """Pairs of rows of a rollout, two after another, the chosen one first.
 
     Args:
         roll: Responses.
         score: f32[rows].
         rows: Row numbers, two per pair.
-        tied: bool[pairs].
         dropped: bool[pairs], pairs whose rows get an empty mask.
     """
     kept = torch.tensor(rows, dtype=torch.int64, device=score.device)
-    return SelectedPairs(
+    return ScoredPairs(
         pair_id=roll.prompt_id[kept],
         tokens=roll.tokens[kept],
         mask=roll.mask[kept] & ~dropped.repeat_interleave(2)[:, None],
         chosen=torch.arange(len(rows), device=score.device) % 2 == 0,
         score=score[kept],
-        tied=tied.repeat_interleave(2),
     )
 
 

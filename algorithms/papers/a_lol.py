@@ -209,7 +209,6 @@ class ALoLLoss(SequenceLoss):
             )
 
     def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
-        """See `a_lol_loss` and `a_lol_kl_loss`."""
         mask = batch.mask
         if self.ratio == "token":
             token_loss = a_lol_loss(

@@ -31,7 +31,7 @@ from ..losses.tokens import ReinforceLoss
 from ..ops.advantages import broadcast_over_tokens, paired_baseline
 from ..ops.groups import Groups, floating, rows_by_prompt
 from ..ops.kl import response_kl
-from ..ops.pairs import SelectedPairs, pairs_of
+from ..ops.pairs import pairs_of
 from ..ops.reductions import unknown
 from ..ops.rewards import calibrated_score, check_known, constrained_score
 from ..ops.rollout_correction import RolloutCorrection
@@ -50,6 +50,7 @@ from ..roles.language_tables import (
     PromptId,
     Rollout,
     Sampling,
+    ScoredPairs,
     TokenIds,
     TokenMask,
 )
@@ -117,12 +118,12 @@ def less_mean(
 
 
 @op(scope="group", makes_rows=True)
-def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -> SelectedPairs:
+def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -> ScoredPairs:
     """Per prompt the best response that passes, and the worst that does not, two rows each.
 
     If none fails, the worst that passes is rejected. A prompt of which none passes, or that has a
-    single response with score and verdict, gets an empty mask (`tied` is True), which losses on
-    pairs do not count. Of equal scores the first response is the best and the last the worst.
+    single response with score and verdict, gets an empty mask, which losses on pairs do not count.
+    Of equal scores the first response is the best and the last the worst.
 
     Args:
         roll: Responses; groups may be interleaved.
@@ -146,8 +147,8 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
         worst = len(members) - 1 - int(lowest)
         rows += [int(members[best]), int(members[worst])]
         skipped.append(best == worst or not bool(allowed.any()))
-    tied = torch.tensor(skipped, dtype=torch.bool, device=score.device)
-    return pairs_of(roll, score, rows, tied, dropped=tied)
+    dropped = torch.tensor(skipped, dtype=torch.bool, device=score.device)
+    return pairs_of(roll, score, rows, dropped=dropped)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,6 @@ class MirrorDescentLoss(SequenceLoss):
     """The paper's gradient, or the squared error it comes from; they differ by `2 * tau`."""
 
     def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
-        """See `mirror_descent_loss`."""
         return mirror_descent_loss(
             sequence_logprob=sequence_sum(output.logprob, batch.mask),
             behavior_sequence_logprob=sequence_sum(batch.behavior_logprob, batch.mask),

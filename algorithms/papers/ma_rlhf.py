@@ -58,7 +58,6 @@ class MacroPolicyLoss(Loss[MacroPolicyBatch, PolicyOutput]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
         return self.policy.needs_entropy
 
     def totals(self, batch: MacroPolicyBatch) -> Tensor:
@@ -66,11 +65,9 @@ class MacroPolicyLoss(Loss[MacroPolicyBatch, PolicyOutput]):
         return aggregation_totals(macro_mask(batch.macro_id))
 
     def divisor(self, totals: Tensor) -> Tensor | None:
-        """The policy loss's."""
         return self.policy.divisor(totals)
 
     def __call__(self, output: PolicyOutput, batch: MacroPolicyBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's loss."""
         inside = (batch.macro_id >= 0).to(batch.advantage)
         size = sum_over_macros(inside, batch.macro_id)
         of_macros = PolicyBatch(

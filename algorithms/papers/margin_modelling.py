@@ -5,48 +5,29 @@ Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, sec
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.options import (
-    NonNegativeFloat,
-    PositiveInt,
-    option_class,
-)
-from ..losses.preference import of_scores
-from ..losses.tokens import CountedMean
+from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..losses.preference import PairMean, of_scores
 from ..ops.pairs import pair_rows
-from ..roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
+from ..roles import RewardModel, ScoredPairs, TrainMetrics
 from ..roles.language_tables import ScoreOutput
 
 
 @option_class
-class MarginLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
+class MarginLoss(PairMean, Loss[ScoredPairs, ScoreOutput]):
     """As `BradleyTerryLoss`, where the chosen response should win by what the data says.
 
     Touvron et al., "Llama 2", 2023, equation 2.
     """
-
-    unit: ClassVar[Literal["row", "group"]] = "group"
-    tolerates_lag: ClassVar[bool] = True
 
     margin_coef: NonNegativeFloat = 1.0
     """Margin per unit by which the data scores the chosen response higher."""
     centering_coef: NonNegativeFloat = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
 
-    def totals(self, batch: ScoredPairBatch) -> Tensor:
-        """f64[1]: pairs."""
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
+    def __call__(self, output: ScoreOutput, batch: ScoredPairs, totals: Tensor) -> LossSum:
         chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
         margin = self.margin_coef * (batch.score[chosen] - batch.score[rejected])
         return of_scores(output, batch, self.divisor(totals), margin, self.centering_coef)
@@ -68,15 +49,4 @@ def margin_modelling_step(
     pairs: ScoredPairs, reward: RewardModel, cfg: MarginModelling
 ) -> TrainMetrics:
     """Train on one step's pairs of scored responses."""
-    return reward.train(
-        cfg.loss,
-        ScoredPairBatch(
-            pair_id=pairs.pair_id,
-            tokens=pairs.tokens,
-            mask=pairs.mask,
-            chosen=pairs.chosen,
-            score=pairs.score,
-        ),
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-    )
+    return reward.train(cfg.loss, pairs, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

@@ -77,7 +77,6 @@ class P3OLoss(PairLoss):
     """Clip each response's ratio, or the ratio of the two."""
 
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
-        """See `p3o_loss`."""
         return p3o_loss(
             sequence_logprob=logprob,
             behavior_sequence_logprob=behavior_logprob,

@@ -8,7 +8,7 @@ than is allowed. A cost above 0 means unsafe; `cost_modelling_step` trains a mod
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from ...dataflow.options import (
     option_class,
 )
 from ..controllers import Ascent, Multiplier
-from ..losses.tokens import ClippedValueLoss, CountedMean
+from ..losses.preference import PairMean
+from ..losses.tokens import ClippedValueLoss
 from ..ops.pairs import pair_rows
 from ..ops.reductions import check_token_columns
 from ..options import reference_logprob, reported_kl, scored_rows, train_policy
@@ -36,7 +37,6 @@ from ..roles import (
     Reward,
     RewardModel,
     Sampling,
-    ScoredPairBatch,
     ScoredPairs,
     TrainMetrics,
     ValueModel,
@@ -67,28 +67,16 @@ def cost_model_loss(
 
 
 @option_class
-class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
+class CostModelLoss(PairMean, Loss[ScoredPairs, ScoreOutput]):
     """Loss of a cost model on labeled pairs, averaged over pairs; see `cost_model_loss`.
 
     `chosen` is the safer response of a pair; one whose score is below `safe_from` is unsafe.
     """
 
-    unit: ClassVar[Literal["row", "group"]] = "group"
-    tolerates_lag: ClassVar[bool] = True
-
     safe_from: FiniteFloat = 0.5
     """Smallest score that the data gives a safe response."""
 
-    def totals(self, batch: ScoredPairBatch) -> Tensor:
-        """f64[1]: pairs."""
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
+    def __call__(self, output: ScoreOutput, batch: ScoredPairs, totals: Tensor) -> LossSum:
         safer, unsafer = pair_rows(batch.pair_id, batch.chosen)
         cost = output.score
         sign = torch.where(batch.score < self.safe_from, 1.0, -1.0).to(cost)
@@ -144,18 +132,7 @@ class CostModelling:
 
 def cost_modelling_step(pairs: ScoredPairs, cost: RewardModel, cfg: CostModelling) -> TrainMetrics:
     """Train on one step's pairs, of which the chosen response is the safer one."""
-    return cost.train(
-        cfg.loss,
-        ScoredPairBatch(
-            pair_id=pairs.pair_id,
-            tokens=pairs.tokens,
-            mask=pairs.mask,
-            chosen=pairs.chosen,
-            score=pairs.score,
-        ),
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-    )
+    return cost.train(cfg.loss, pairs, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)
 
 
 @option_class

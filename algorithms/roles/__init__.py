@@ -17,25 +17,14 @@ from .language import (
     ValueModel,
 )
 from .language_tables import (
-    PROMPT,
-    ROW,
-    SAMPLE,
-    STEP,
-    TOKEN,
-    WORD,
     BehaviorLogprob,
-    DemonstrationBatch,
     Demonstrations,
     DistillationBatch,
     FeedbackBatch,
-    PairBatch,
-    PerRow,
     PerSample,
     PerStep,
     PerToken,
-    PerWord,
     PolicyBatch,
-    PolicyColumns,
     PolicyOutput,
     PreferencePairs,
     PromptId,
@@ -47,30 +36,22 @@ from .language_tables import (
     Rollout,
     SampleFlag,
     Sampling,
-    ScoredPairBatch,
     ScoredPairs,
     ScoreOutput,
     StepMask,
     StepScores,
     TokenIds,
     TokenMask,
-    TokenVersion,
-    TopWords,
     TrainMetrics,
     Unfinished,
     ValueBatch,
-    ValueColumns,
     ValueOutput,
-    WordIds,
 )
 
-__all__ = ["PROMPT", "ROW", "SAMPLE", "STEP", "TOKEN", "WORD"]
-__all__ += ["Agent", "Conversations", "Observer", "Policy", "ProcessReward", "Prompts", "Reward"]
+__all__ = ["Agent", "Conversations", "Observer", "Policy", "ProcessReward", "Prompts", "Reward"]
 __all__ += ["RewardModel", "Rollout", "Sampling", "TrainMetrics", "Unfinished", "ValueModel"]
-__all__ += ["BehaviorLogprob", "PerRow", "PerSample", "PerStep", "PerToken", "PerWord", "PromptId"]
-__all__ += ["PromptKey", "PromptTokenIds", "SampleFlag", "StepMask", "TokenIds", "TokenMask"]
-__all__ += ["TokenVersion", "WordIds", "Demonstrations", "PreferencePairs", "ScoredPairs"]
-__all__ += ["DemonstrationBatch", "DistillationBatch", "FeedbackBatch", "PairBatch", "PolicyBatch"]
-__all__ += ["PolicyColumns", "ReferencePairBatch", "ReferencePolicyBatch", "ScoredPairBatch"]
-__all__ += ["ValueBatch", "ValueColumns", "PolicyOutput", "ScoreOutput", "StepScores", "TopWords"]
-__all__ += ["ValueOutput"]
+__all__ += ["BehaviorLogprob", "PerSample", "PerStep", "PerToken", "PromptId", "PromptKey"]
+__all__ += ["PromptTokenIds", "SampleFlag", "StepMask", "TokenIds", "TokenMask", "Demonstrations"]
+__all__ += ["PreferencePairs", "ScoredPairs", "DistillationBatch", "FeedbackBatch", "PolicyBatch"]
+__all__ += ["PolicyOutput", "ReferencePairBatch", "ReferencePolicyBatch", "ScoreOutput"]
+__all__ += ["StepScores", "ValueBatch", "ValueOutput"]

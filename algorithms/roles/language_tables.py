@@ -262,7 +262,7 @@ class TopWords:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePairs:
-    """Pairs of responses as two rows each, one with `chosen` True and one with `chosen` False."""
+    """Pairs of responses: two rows with the same `pair_id`, `chosen` True in one of them."""
 
     pair_id: PromptId
     tokens: TokenIds
@@ -272,47 +272,35 @@ class PreferencePairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPairs(PreferencePairs):
-    """Pairs whose responses the data scores: by ratings or labels, or by the task's verifier."""
+    """Pairs whose responses have scores: the data's ratings or labels, a verifier's, a reward's."""
 
     score: PerSample
 
 
 class PolicyColumns(Protocol):
-    """Columns of a policy-gradient loss, whatever its rows and steps are."""
+    """Columns [rows, T] of a policy-gradient loss, whatever its rows and steps are."""
 
     @property
-    def mask(self) -> Tensor:
-        """bool[rows, T]."""
-        ...
+    def mask(self) -> Tensor: ...
 
     @property
-    def behavior_logprob(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
+    def behavior_logprob(self) -> Tensor: ...
 
     @property
-    def advantage(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
+    def advantage(self) -> Tensor: ...
 
 
 class ValueColumns(Protocol):
-    """Columns of a value loss, whatever its rows and steps are."""
+    """Columns [rows, T] of a value loss, whatever its rows and steps are."""
 
     @property
-    def mask(self) -> Tensor:
-        """bool[rows, T]."""
-        ...
+    def mask(self) -> Tensor: ...
 
     @property
-    def old_value(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
+    def old_value(self) -> Tensor: ...
 
     @property
-    def value_target(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
+    def value_target(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,14 +331,6 @@ class ValueBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemonstrationBatch:
-    """Columns of supervised fine-tuning."""
-
-    tokens: TokenIds
-    mask: TokenMask
-
-
-@dataclass(frozen=True, kw_only=True)
 class DistillationBatch:
     """Columns of distillation: some words in the place of each token, and a teacher's view of them.
 
@@ -364,27 +344,10 @@ class DistillationBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairBatch:
-    """Columns of a preference loss; the two rows of a pair share `pair_id`."""
-
-    pair_id: PromptId
-    tokens: TokenIds
-    mask: TokenMask
-    chosen: SampleFlag
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferencePairBatch(PairBatch):
-    """A `PairBatch` with reference log-probabilities, for direct preference optimization."""
+class ReferencePairBatch(PreferencePairs):
+    """Pairs with reference log-probabilities, for direct preference optimization."""
 
     ref_logprob: PerToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredPairBatch(PairBatch):
-    """A `PairBatch` with the data's own scores, for margins and labels."""
-
-    score: PerSample
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,14 +28,14 @@ from penstock.algorithms.papers.margin_modelling import MarginLoss
 from penstock.algorithms.papers.p3o import P3OLoss
 from penstock.algorithms.papers.safe_rlhf import CostModelLoss
 from penstock.algorithms.roles import (
-    DemonstrationBatch,
+    Demonstrations,
     FeedbackBatch,
-    PairBatch,
     PolicyBatch,
     PolicyOutput,
+    PreferencePairs,
     ReferencePairBatch,
     ReferencePolicyBatch,
-    ScoredPairBatch,
+    ScoredPairs,
     ScoreOutput,
     ValueBatch,
     ValueOutput,
@@ -177,7 +177,7 @@ LOSSES: dict[str, tuple[Loss[Any, Any], type]] = {
     "rebel": (RebelLoss(), ComparedPairBatch),
     "macro": (MacroPolicyLoss(), MacroPolicyBatch),
     "critic": (ClippedValueLoss(), ValueBatch),
-    "sft": (CrossEntropyLoss(), DemonstrationBatch),
+    "sft": (CrossEntropyLoss(), Demonstrations),
     "dpo": (DPOLoss(label_smoothing=0.1, sft_coef=0.5), ReferencePairBatch),
     "dpo_norm": (DPOLoss(loss_type="sigmoid_norm", beta=5.0), ReferencePairBatch),
     "ipo": (DPOLoss(loss_type="ipo"), ReferencePairBatch),
@@ -185,15 +185,15 @@ LOSSES: dict[str, tuple[Loss[Any, Any], type]] = {
     "hinge": (DPOLoss(loss_type="hinge"), ReferencePairBatch),
     "robust": (DPOLoss(loss_type="robust", label_smoothing=0.1), ReferencePairBatch),
     "kto": (KTOLoss(undesirable_weight=1.3), FeedbackBatch),
-    "reward_modelling": (BradleyTerryLoss(margin=0.3, centering_coef=0.01), PairBatch),
-    "margin_modelling": (MarginLoss(), ScoredPairBatch),
-    "cost_modelling": (CostModelLoss(safe_from=0.0), ScoredPairBatch),
+    "reward_modelling": (BradleyTerryLoss(margin=0.3, centering_coef=0.01), PreferencePairs),
+    "margin_modelling": (MarginLoss(), ScoredPairs),
+    "cost_modelling": (CostModelLoss(safe_from=0.0), ScoredPairs),
 }
 
 OUTPUTS: dict[type, type] = {
     ValueBatch: ValueOutput,
-    PairBatch: ScoreOutput,
-    ScoredPairBatch: ScoreOutput,
+    PreferencePairs: ScoreOutput,
+    ScoredPairs: ScoreOutput,
 }
 """What a model gives a loss that reads such a batch; all others read a policy's output."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import fork_groups, join
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
-from penstock.algorithms.roles import PairBatch, PolicyBatch, Rollout, Sampling
+from penstock.algorithms.roles import PolicyBatch, PreferencePairs, Rollout, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import Piece, call_scope
@@ -115,7 +115,7 @@ def main(rank: int, num_ranks: int, folder: Path, words: list[str]) -> None:
         batch = to_batch(roll)
         with call_scope(step, 0):
             found = policy.train(ClippedPolicyLoss(), batch, num_minibatches=2)
-        pairs = PairBatch(
+        pairs = PreferencePairs(
             pair_id=number * 2 + torch.arange(len(number)) // 2 % 2,
             tokens=batch.tokens,
             mask=batch.mask,

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
-from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
+from penstock.algorithms.roles import PolicyBatch, PreferencePairs, TrainMetrics, ValueBatch
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.call_context import Piece, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -308,7 +308,7 @@ def train_value(critic: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train_pairs(reward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    columns = PairBatch(
+    columns = PreferencePairs(
         pair_id=batch["pair_id"],
         tokens=batch["tokens"],
         mask=batch["mask"],

@@ -137,10 +137,7 @@ def _enter_namespaces(libc: ctypes.CDLL, places: Sequence[tuple[str, str]]) -> N
     """Return in the first process of new namespaces, which ends with this one, as root of them.
 
     This process waits for it and ends with its exit code, or 128 plus the signal that ended it.
-
-    Args:
-        libc: The C library.
-        places: What is to be seen, and at which path: (real path, path).
+    Places are pairs of a real path and the path at which it is to be seen.
     """
     user, group = os.geteuid(), os.getegid()
     _check(libc.unshare(_NEW), "unshare")

@@ -15,10 +15,10 @@ from penstock.algorithms.papers.margin_modelling import MarginLoss
 from penstock.algorithms.papers.safe_rlhf import CostModelLoss
 from penstock.algorithms.roles import (
     FeedbackBatch,
-    PairBatch,
     PolicyOutput,
+    PreferencePairs,
     ReferencePairBatch,
-    ScoredPairBatch,
+    ScoredPairs,
     ScoreOutput,
 )
 from torch import Tensor
@@ -161,10 +161,10 @@ RATED = torch.tensor([1.0, 1.0, 0.5, 1.0])
 
 def test_margins_come_from_the_data() -> None:
     """Chosen 1.2 and 0.3, rejected 0.7 and 0.8; the data says 0 and 0.5 better."""
-    scored = ScoredPairBatch(**PAIRS, score=RATED)
+    scored = ScoredPairs(**PAIRS, score=RATED)
     loss = MarginLoss()
     assert float(loss(SCORES, scored, loss.totals(scored)).total) == pytest.approx(0.893669, 1e-6)
-    plain, batch = BradleyTerryLoss(), PairBatch(**PAIRS)
+    plain, batch = BradleyTerryLoss(), PreferencePairs(**PAIRS)
     expected = float(plain(SCORES, batch, plain.totals(batch)).total)
     assert expected == pytest.approx(0.724077, abs=1e-6)
     none = MarginLoss(margin_coef=0.0)
@@ -176,7 +176,7 @@ def test_margins_come_from_the_data() -> None:
 
 def test_cost_model_loss_reads_labels_off_the_scores() -> None:
     """Pair 7: unsafe 1, safe -0.5; pair 5: both unsafe, 0.2 the worse and 0.6 the better."""
-    batch = ScoredPairBatch(**PAIRS, score=torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    batch = ScoredPairs(**PAIRS, score=torch.tensor([1.0, 0.0, 0.0, 0.0]))
     loss = CostModelLoss()
     output = ScoreOutput(torch.tensor([-0.5, 1.0, 0.2, 0.6]).double())
     result = loss(output, batch, loss.totals(batch))

@@ -17,10 +17,10 @@ from penstock.algorithms.losses import (
     ReferenceKLPolicyLoss,
 )
 from penstock.algorithms.roles import (
-    DemonstrationBatch,
-    PairBatch,
+    Demonstrations,
     PolicyBatch,
     PolicyOutput,
+    PreferencePairs,
     ReferencePolicyBatch,
     ScoreOutput,
     ValueBatch,
@@ -218,7 +218,7 @@ def test_constant_targets_have_no_explained_variance() -> None:
 
 
 def test_cross_entropy_loss() -> None:
-    batch = DemonstrationBatch(
+    batch = Demonstrations(
         tokens=torch.zeros(2, 3).long(),
         mask=torch.tensor([[False, True, True], [False, False, True]]),
     )
@@ -230,9 +230,9 @@ def test_cross_entropy_loss() -> None:
     assert per_row.total.item() == pytest.approx(3)
 
 
-def pair_batch(pair_id: list[int], chosen: list[int]) -> PairBatch:
+def pair_batch(pair_id: list[int], chosen: list[int]) -> PreferencePairs:
     rows = len(pair_id)
-    return PairBatch(
+    return PreferencePairs(
         pair_id=torch.tensor(pair_id),
         tokens=torch.zeros(rows, 1).long(),
         mask=torch.ones(rows, 1).bool(),

@@ -21,7 +21,7 @@ from penstock.algorithms.papers.a_lol import priority, systematic_rows
 from penstock.algorithms.papers.cgpo import best_passing
 from penstock.algorithms.papers.pf_ppo import draw_rows, selection_weights
 from penstock.algorithms.papers.safe_rlhf import CostModelLoss
-from penstock.algorithms.roles import Rollout, ScoredPairBatch, ScoreOutput
+from penstock.algorithms.roles import Rollout, ScoredPairs, ScoreOutput
 from torch import Tensor
 
 IDS = torch.tensor([4, 4, 9])
@@ -78,7 +78,7 @@ def test_what_is_not_chosen_by_may_be_unknown() -> None:
 
 def test_a_response_without_a_label_is_not_taken_for_a_safe_one() -> None:
     """The optimizer refuses the gradient on every rank, which an error on one would not stop."""
-    batch = ScoredPairBatch(
+    batch = ScoredPairs(
         pair_id=IDS[:2],
         tokens=ROLL.tokens[:2],
         mask=MASK[:2],

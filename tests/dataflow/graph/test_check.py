@@ -11,7 +11,7 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, CrossEntropyLoss
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection, corrected_batch
 from penstock.algorithms.roles import (
-    DemonstrationBatch,
+    Demonstrations,
     PerSample,
     PerToken,
     Policy,
@@ -271,12 +271,12 @@ def test_columns_of_two_rollouts_mixed(prompts: Prompts, actor: Policy) -> objec
 
 
 @refused(
-    """node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got a DemonstrationBatch
+    """node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got a Demonstrations
         build a PolicyBatch(tokens=..., mask=..., behavior_logprob=..., advantage=...), or use the loss made for this batch"""
 )
 def test_a_loss_with_the_wrong_batch(prompts: Prompts, actor: Policy) -> object:
     roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-    batch = DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
+    batch = Demonstrations(tokens=roll.tokens, mask=roll.mask)
     return actor.train(LOSS, batch)  # pyright: ignore[reportArgumentType]
 
 
@@ -380,9 +380,7 @@ def test_lag_is_fine_where_they_are_read_or_the_loss_does_not_need_them() -> Non
 
     def imitation(prompts: Prompts, actor: Policy) -> TrainMetrics:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return actor.train(
-            CrossEntropyLoss(), DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
-        )
+        return actor.train(CrossEntropyLoss(), Demonstrations(tokens=roll.tokens, mask=roll.mask))
 
     def another_role_s_rollouts(prompts: Prompts, actor: Policy, student: Policy) -> TrainMetrics:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)

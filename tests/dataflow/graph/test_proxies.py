@@ -12,7 +12,6 @@ import pytest
 import torch
 from penstock.algorithms.losses import CrossEntropyLoss
 from penstock.algorithms.roles import (
-    DemonstrationBatch,
     Demonstrations,
     Policy,
     Prompts,
@@ -191,7 +190,7 @@ def test_calling_a_role_is_refused(prompts: Prompts, actor: Policy) -> object:
 
 
 def train(demos: Demonstrations, actor: Policy) -> TrainMetrics:
-    return actor.train(CrossEntropyLoss(), DemonstrationBatch(tokens=demos.tokens, mask=demos.mask))
+    return actor.train(CrossEntropyLoss(), Demonstrations(tokens=demos.tokens, mask=demos.mask))
 
 
 @refused(
@@ -200,7 +199,7 @@ def train(demos: Demonstrations, actor: Policy) -> TrainMetrics:
         a train call returns metrics after the step has run; return it from the step function and read them from the engine's results"""
 )
 def test_reading_metrics_in_the_step_is_refused(demos: Demonstrations, actor: Policy) -> object:
-    batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+    batch = Demonstrations(tokens=demos.tokens, mask=demos.mask)
     trained = actor.train(CrossEntropyLoss(), batch)
     return trained.metrics["loss"]
 

@@ -16,7 +16,6 @@ from penstock.algorithms.losses import ClippedPolicyLoss, CrossEntropyLoss
 from penstock.algorithms.ops.advantages import paired_baseline, remax_advantage
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import (
-    DemonstrationBatch,
     Demonstrations,
     PerSample,
     PerToken,
@@ -80,7 +79,7 @@ def priced(value: PerToken, price: Decimal) -> PerToken:
 
 
 def imitate(demos: Demonstrations, actor: Policy) -> TrainMetrics:
-    return actor.train(CrossEntropyLoss(), DemonstrationBatch(tokens=demos.tokens, mask=demos.mask))
+    return actor.train(CrossEntropyLoss(), Demonstrations(tokens=demos.tokens, mask=demos.mask))
 
 
 # --- an environment, to which a policy is passed as an argument --------------------------------
@@ -279,7 +278,7 @@ def test_a_misspelt_parameter(demos: Demonstrations, actor: Policy) -> object:
 
 def test_a_batch_takes_keywords_only() -> None:
     def step(demos: Demonstrations) -> object:
-        return DemonstrationBatch(demos.tokens, demos.mask)  # pyright: ignore[reportCallIssue]
+        return Demonstrations(demos.tokens, demos.mask)  # pyright: ignore[reportCallIssue]
 
     def incomplete(demos: Demonstrations) -> object:
         return PolicyBatch(tokens=demos.tokens, mask=demos.mask)  # pyright: ignore[reportCallIssue]
@@ -438,20 +437,20 @@ def test_recording_touches_no_device_and_imports_nothing_heavy() -> None:
 
 MISTAKES = """
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
-from penstock.algorithms.roles import DemonstrationBatch, Demonstrations, Policy, Reward, ValueBatch
+from penstock.algorithms.roles import Demonstrations, Policy, Reward, ValueBatch
 
 
 def step(demos: Demonstrations, actor: Policy, reward: Reward) -> None:
     print(demos.maks)
     actor.genrate(demos.tokens)
     reward.score(demos.tokens, demos.mask)
-    batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+    batch = Demonstrations(tokens=demos.tokens, mask=demos.mask)
     actor.train(ClippedPolicyLoss(), batch)
     values = ValueBatch(
         tokens=demos.tokens, mask=demos.mask, old_value=demos.mask, value_target=demos.mask
     )
     actor.train(ClippedValueLoss(), values)
-    DemonstrationBatch(demos.tokens, demos.mask)
+    Demonstrations(demos.tokens, demos.mask)
 """
 
 

@@ -12,7 +12,7 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import CrossEntropyLoss
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_step
-from penstock.algorithms.roles import DemonstrationBatch, Demonstrations, Policy
+from penstock.algorithms.roles import Demonstrations, Policy
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
@@ -25,7 +25,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def two_trains(demos: Demonstrations, actor: Policy, ref: Policy) -> object:
     before = actor.logprob(demos.tokens, demos.mask)
-    batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+    batch = Demonstrations(tokens=demos.tokens, mask=demos.mask)
     first = actor.train(CrossEntropyLoss(), batch)
     between = actor.logprob(demos.tokens, demos.mask)
     return before, first, between, actor.train(CrossEntropyLoss(), batch)
@@ -53,7 +53,7 @@ def test_text_shows_versions_roles_and_both_kinds_of_arrow() -> None:
         "\n"
         "actor.train  [train, batch]  actor@0 -> actor@1\n"
         "  loss = CrossEntropyLoss()\n"
-        "  batch: DemonstrationBatch\n"
+        "  batch: Demonstrations\n"
         "    tokens <- demos.tokens\n"
         "    mask <- demos.mask\n"
         "\n"
@@ -64,7 +64,7 @@ def test_text_shows_versions_roles_and_both_kinds_of_arrow() -> None:
         "\n"
         "actor.train#2  [train, batch]  actor@1 -> actor@2\n"
         "  loss = CrossEntropyLoss()\n"
-        "  batch: DemonstrationBatch\n"
+        "  batch: Demonstrations\n"
         "    tokens <- demos.tokens\n"
         "    mask <- demos.mask\n"
         "\n"

@@ -10,7 +10,7 @@ import pytest
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import CrossEntropyLoss
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.algorithms.roles import DemonstrationBatch, Demonstrations, Policy
+from penstock.algorithms.roles import Demonstrations, Policy
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import WeightRead
@@ -119,7 +119,7 @@ def test_a_batch_op_is_not_chunked() -> None:
 
 def test_a_second_graph_follows_the_first_one_s_roles() -> None:
     def imitate(demos: Demonstrations, actor: Policy, extra: Policy) -> object:
-        batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+        batch = Demonstrations(tokens=demos.tokens, mask=demos.mask)
         logprob = extra.logprob(demos.tokens, demos.mask)
         return actor.train(CrossEntropyLoss(), batch), logprob
 
@@ -173,7 +173,7 @@ def test_a_placement_that_does_not_fit_is_refused(
 
 def test_a_role_trains_in_one_place() -> None:
     def twice(demos: Demonstrations, actor: Policy) -> object:
-        batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+        batch = Demonstrations(tokens=demos.tokens, mask=demos.mask)
         return actor.train(CrossEntropyLoss(), batch), actor.train(CrossEntropyLoss(), batch)
 
     placement = split({"actor.train": "training", "actor.train#2": "sampling"})

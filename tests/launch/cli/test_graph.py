@@ -19,7 +19,7 @@ def test_text_is_the_default(penstock: Penstock) -> None:
         "\n"
         "actor.train  [train, batch]  actor@0 -> actor@1\n"
         "  loss = CrossEntropyLoss()\n"
-        "  batch: DemonstrationBatch\n"
+        "  batch: Demonstrations\n"
         "    tokens <- demos.tokens\n"
         "    mask <- demos.mask\n"
         "  epochs = 1\n"

@@ -7,18 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.roles import DemonstrationBatch, PairBatch
+from penstock.algorithms.roles import Demonstrations, PreferencePairs
 from penstock.workers.training.data_parallel import RankGroup
 from penstock.workers.training.microbatch import Minibatches, micro_batches, take_rows
 
 ALONE = RankGroup(0, 1, torch.device("cpu"))
 
 
-def batch_of(lengths: list[int], ids: list[int] | None = None) -> PairBatch:
+def batch_of(lengths: list[int], ids: list[int] | None = None) -> PreferencePairs:
     width = max(lengths)
     inside = torch.arange(width) < torch.tensor(lengths)[:, None]
     tokens = torch.arange(len(lengths))[:, None].where(inside, -1)
-    return PairBatch(
+    return PreferencePairs(
         pair_id=torch.tensor(ids or list(range(len(lengths)))),
         tokens=tokens,
         mask=inside,
@@ -78,8 +78,8 @@ def test_groups_are_sampled_whole():
 
 
 def test_a_group_loss_needs_a_group_column():
-    demonstrations = DemonstrationBatch(
+    demonstrations = Demonstrations(
         tokens=torch.zeros(2, 3, dtype=torch.int64), mask=torch.ones(2, 3, dtype=torch.bool)
     )
-    with pytest.raises(ValueError, match="DemonstrationBatch has no GroupId column"):
+    with pytest.raises(ValueError, match="Demonstrations has no GroupId column"):
         Minibatches(demonstrations, "group", 1, ALONE)

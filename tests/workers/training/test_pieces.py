@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
-from penstock.algorithms.roles import PairBatch, PolicyBatch, ValueBatch
+from penstock.algorithms.roles import PolicyBatch, PreferencePairs, ValueBatch
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.dataflow.runtime.call_context import Piece, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -84,7 +84,7 @@ def test_pairs_in_pieces_teach_a_reward_model_the_same(batch: PolicyBatch) -> No
         model=ModelSpec(architecture=architecture("llama")), optimizer=OPTIMIZER
     )
     whole, streamed = (spec.build(WorkerContext("reward", seed=1)) for _ in range(2))
-    pairs = PairBatch(
+    pairs = PreferencePairs(
         pair_id=torch.arange(24) // 2,
         tokens=batch.tokens,
         mask=batch.mask,

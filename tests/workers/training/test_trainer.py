@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
-from penstock.algorithms.roles import PairBatch, PolicyBatch, PolicyOutput
+from penstock.algorithms.roles import PolicyBatch, PolicyOutput, PreferencePairs
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Loss, LossSum, Metric
 from penstock.dataflow.runtime.call_context import call_scope
@@ -193,7 +193,7 @@ def test_pairs_stay_together():
     model = ModelSpec(architecture=architecture("llama"))
     batch = make_batch(make_policy("llama"))
     rows = len(batch.tokens)
-    pairs = PairBatch(
+    pairs = PreferencePairs(
         pair_id=torch.arange(rows) % (rows // 2) + 100,  # the rows of a pair are far apart
         tokens=batch.tokens,
         mask=batch.mask,

@@ -85,9 +85,7 @@ def _run(command: list[str]) -> NoReturn:
 def _go_below(lifeline: int, streams: tuple[int, int]) -> None:
     """Fork and return in the child; this process supervises it, and ends as it does.
 
-    Args:
-        lifeline: Read end of a pipe, the sign to end it.
-        streams: Descriptors that the child alone is to hold, so that their ends tell.
+    The child alone is to hold the streams, so that their ends tell.
     """
     prctl(SUBREAPER, 1)
     supervisor = os.getpid()
@@ -139,12 +137,10 @@ def was_killed(exit_code: int | None) -> bool:
 
     Its pool starts another and has it do the same again, once: what kills itself, or is
     killed because memory runs out, looks alike, and would go on for ever.
-
-    Args:
-        exit_code: The code, minus a signal or of a shell.
     """
     if exit_code is None:
         return False
+    # Of a shell it is 128 more than the signal.
     return (128 - exit_code if exit_code > 128 else exit_code) in {-s for s in _FROM_OUTSIDE}
 
 
@@ -230,16 +226,8 @@ def text_of(
 ) -> dict[str, Any]:
     """Call a user's function, which may return or raise anything, for the text of its result.
 
-    A text stays as it is, what JSON has words for becomes JSON, all else as Python shows it.
-
-    Args:
-        function: What to call.
-        arguments: By keyword.
-        max_bytes: Of the text that is kept.
-        caught: What counts as a failure of this call and not of the process.
-
-    Returns:
-        `{"value": text}` or `{"error": text}`, cut.
+    A text stays as it is, what JSON has words for becomes JSON, all else as Python shows it: as
+    `{"value": text}` or, of what is `caught`, `{"error": text}`, cut.
     """
     try:
         value = function(**arguments)
@@ -275,16 +263,10 @@ def verdict(
     *,
     caught: type[BaseException] | tuple[type[BaseException], ...] = USER_ERRORS,
 ) -> dict[str, Any]:
-    """Call user code, which may return or raise anything.
+    """Call user code, which may return or raise anything, for a score as `as_score` has it.
 
-    Args:
-        verify: The user's function.
-        arguments: What to call it with.
-        caught: What counts as a failure of this call and not of the process.
-
-    Returns:
-        `{"value": ...}` as `as_score` has it, or `{"error": text}` of at most some 4,000
-        characters.
+    It comes as `{"value": score}` or, of what is `caught`, as `{"error": text}` of some 4,000
+    characters at most.
     """
     try:
         score = verify(*arguments)

@@ -66,15 +66,13 @@ class SandboxKind:
             return "there is no program bwrap on the PATH"
         return None
 
-    def command(
-        self, code: Path | None, descriptor: int, *, python_environment: bool = False
-    ) -> list[str]:
-        """The command of a process (`confine.py` in `code`) that is told on `descriptor` the rest.
+    def command(self, descriptor: int, *, python_environment: bool = False) -> list[str]:
+        """The command of a process (`confine.py`) that is told on `descriptor` the rest.
 
         -I -S: neither the environment nor installed packages have a say. With `python_environment`
         variables such as `PYTHONHASHSEED` count.
         """
-        folder = str(code or _CODE)
+        folder = str(_CODE)
         script = f"import sys; sys.path.insert(0, {folder!r}); import confine; "
         script += f"confine.main({descriptor})"
         isolated = ["-s", "-P"] if python_environment else ["-I"]
@@ -87,7 +85,7 @@ class SandboxKind:
         if self is not LIMITS:
             made["readable"] = [path for _, path in _readable()]
             made["places"] = [*_readable(), *((path, path) for path in DEVICES)]
-            made["filter"] = _filter()
+            made["filter"] = program_for(os.uname().machine).hex()
             made["own_pid"] = OWN_PID
         return made
 
@@ -97,11 +95,6 @@ NAMESPACES = SandboxKind("namespaces", has_folder=True)
 LANDLOCK = SandboxKind("landlock", has_folder=False)
 LIMITS = SandboxKind("limits", has_folder=False)
 KINDS = (BUBBLEWRAP, NAMESPACES, LANDLOCK, LIMITS)  # strongest first
-
-
-@lru_cache(maxsize=1)
-def _filter() -> str:
-    return program_for(os.uname().machine).hex()
 
 
 @lru_cache(maxsize=1)
@@ -255,12 +248,10 @@ def program_for(machine: str) -> bytes:
         if numbers[column] or name == "read":  # which is 0 on x86-64
             program += [(_EQUAL, 0, 1, numbers[column]), _ALLOWING]
     for numbers, words in _ARGUMENTS_OF.values():
-        checks = [one for place, values in words for one in _one_of(place, values)]
+        checks: list[_Instruction] = []
+        for place, values in words:  # go on if an argument's word is one of the values, else deny
+            checks.append((_LOAD, 0, 0, _ARGUMENTS + int(8 * place)))
+            checks += [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+            checks.append(_DENYING)
         program += [(_EQUAL, 0, len(checks) + 1, numbers[column]), *checks, _ALLOWING]
     return b"".join(struct.pack("HBBI", *one) for one in [*program, _DENYING])
-
-
-def _one_of(place: float, values: Sequence[int]) -> list[_Instruction]:
-    """Go on if an argument's word is one of the values, else deny."""
-    tests = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-    return [(_LOAD, 0, 0, _ARGUMENTS + int(8 * place)), *tests, _DENYING]

@@ -103,7 +103,6 @@ class Sandboxed:
         limits: Limits,
         streams: Sequence[int],
         *,
-        code: Path | None = None,
         seeded: bool = False,
     ) -> None:
         if reason := kind.missing():
@@ -122,7 +121,7 @@ class Sandboxed:
             setup = {**kind.setup(), **descriptors, "limits": bounds(limits)}
             with _unnamed_file("given", json.dumps({"setup": setup, "work": work})) as given:
                 self._process = start(
-                    kind.command(code, given.fileno(), python_environment=seeded),
+                    kind.command(given.fileno(), python_environment=seeded),
                     {**kind.environment, **({"PYTHONHASHSEED": "0"} if seeded else {})},
                     streams[:3],
                     [given.fileno(), *descriptors.values()],
@@ -347,9 +346,8 @@ def run_in(
     calls: Sequence[Mapping[str, Any]] = (),
     asserts: Sequence[str] = (),
     limits: Limits | None = None,
-    code: Path | None = None,
 ) -> Ran:
-    """`run_python`, in a sandbox of this kind, perhaps with another folder of `confine.py`.
+    """`run_python`, in a sandbox of this kind.
 
     Raises:
         Unconfined: If there is no such sandbox here; then the program did not run.
@@ -357,16 +355,16 @@ def run_in(
     """
     limits = limits or Limits()
     work = {"program": program, "calls": list(calls), "asserts": list(asserts)}
-    told, ran, killed = _run(kind, work, stdin, limits, code)
+    told, ran, killed = _run(kind, work, stdin, limits)
     if killed:  # not by us; what a program does is a function of what it reads: so does another
-        told, ran, _ = _run(kind, work, stdin, limits, code)
+        told, ran, _ = _run(kind, work, stdin, limits)
     if told != CONFINED:
         raise Unconfined(told.decode() or f"exit code {ran.exit_code} {ran.stderr[-200:].strip()}")
     return ran
 
 
 def _run(
-    kind: SandboxKind, work: Mapping[str, Any], stdin: str, limits: Limits, code: Path | None
+    kind: SandboxKind, work: Mapping[str, Any], stdin: str, limits: Limits
 ) -> tuple[bytes, Ran, bool]:
     """Run some work: what was told of its confinement, what became of it, whether it was killed."""
     token, num_calls = secrets.token_hex(16), len(work["calls"])
@@ -374,7 +372,7 @@ def _run(
         texts = {"stdin": stdin, "stdout": "", "stderr": "", "results": ""}
         files = [stack.enter_context(_unnamed_file(*each)) for each in texts.items()]
         streams = [file.fileno() for file in files]
-        process = Sandboxed(kind, {**work, "token": token}, limits, streams, code=code)
+        process = Sandboxed(kind, {**work, "token": token}, limits, streams)
         told, timed_out = f"it was not ready after {_START_S:g} s".encode(), False
         try:
             if _readable(process.verdict, _START_S):
@@ -403,13 +401,8 @@ class Interpreter:
 
     It is confined as whole programs are, before the first piece runs; what runs in it is
     `pieces.py`, which shares its process with the pieces, so it may answer anything. Between two
-    pieces it is stopped, with whatever threads a piece has left.
-
-    Args:
-        kind: The sandbox.
-        seed: For its module `random`.
-        limits: Of all its pieces together: `time_s` is CPU time here.
-        most_chars: That are kept of what a piece prints.
+    pieces it is stopped, with whatever threads a piece has left. Limits are of all its pieces
+    together, `time_s` of their CPU time; `seed` is for its module `random`.
 
     Raises:
         Unconfined: If there is no such sandbox here.

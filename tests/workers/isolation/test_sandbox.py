@@ -21,7 +21,7 @@ import psutil
 import pytest
 from killer import killing, lives
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.workers.isolation import sandbox
+from penstock.workers.isolation import kinds, sandbox
 from penstock.workers.isolation.confine import Unconfined
 from penstock.workers.isolation.kinds import (
     ARCHITECTURES,
@@ -165,19 +165,21 @@ def test_quick_attempts_get_nowhere(
     ("confined", "version"), [(LANDLOCK, 1), *((k, -1) for k in CONFINING if k.has_folder)]
 )
 def test_each_layer_holds_by_itself(
-    confined: SandboxKind, version: int, attempts: Any, tmp_path: Path
+    confined: SandboxKind,
+    version: int,
+    attempts: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the first Landlock, which knows no signals, and with none beside namespaces."""
-    code = _with_landlock(version, tmp_path / "code")
+    monkeypatch.setattr(kinds, "_CODE", _with_landlock(version, tmp_path / "code"))
     hidden = [attempts.HIDDEN] if confined.has_folder else []
     tables = [*attempts.QUICK.values(), *hidden]
     (tmp_path / "outside").mkdir()
-    assert escaped(confined, tables, attempts, tmp_path / "outside", code) == []
+    assert escaped(confined, tables, attempts, tmp_path / "outside") == []
 
 
-def escaped(
-    kind: SandboxKind, tables: list[Any], attempts: Any, place: Path, code: Path | None = None
-) -> list[str]:
+def escaped(kind: SandboxKind, tables: list[Any], attempts: Any, place: Path) -> list[str]:
     """The attempts that get out, of all of these one after another in a single process."""
     (secret := place / "secret").write_text("EXPECTED" + "-VALUE")
     mode = secret.stat().st_mode
@@ -194,9 +196,8 @@ def escaped(
                 for one in codes.values()
             ],
             limits=Limits(time_s=30),
-            code=code,
         )
-        assert "OUT" not in run_in(kind, attempts.program_of(alone, **about), code=code).stdout
+        assert "OUT" not in run_in(kind, attempts.program_of(alone, **about)).stdout
     assert (secret.read_text(), secret.stat().st_mode) == ("EXPECTED" + "-VALUE", mode)
     assert [path.name for path in place.iterdir()] == ["secret"]
     outcomes = zip(codes, ran.results, strict=True)
@@ -431,12 +432,14 @@ def test_an_unknown_minimum_is_refused() -> None:
     )
 
 
-def test_a_kernel_without_landlock_is_noticed_by_the_last_line_only(tmp_path: Path) -> None:
-    code = _with_landlock(-1, tmp_path / "code")
+def test_a_kernel_without_landlock_is_noticed_by_the_last_line_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "_CODE", _with_landlock(-1, tmp_path / "code"))
     with pytest.raises(Unconfined, match="the kernel has no Landlock, which keeps files apart"):
-        run_in(LANDLOCK, "print(1)", code=code)
+        run_in(LANDLOCK, "print(1)")
     for kind in CONFINING[:-1]:
-        assert run_in(kind, "print(1)", code=code).stdout == "1\n"
+        assert run_in(kind, "print(1)").stdout == "1\n"
 
 
 def test_a_sandbox_that_cannot_be_made_any_more_is_an_error(

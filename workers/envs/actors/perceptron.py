@@ -70,10 +70,6 @@ class PerceptronSpec:
     """Let the critic weigh so many values between -20 and 20, in the scale of `symlog`, instead of
     saying one; 255 is usual. Its loss is `two_hot` then."""
 
-    def __post_init__(self) -> None:
-        if self.activation not in _ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
-
 
 def check_plain(spec: PerceptronSpec, who: str, why: str) -> None:
     """Require a network without a recurrent state that says each value as one number."""

@@ -141,18 +141,15 @@ class PromptEncoder:
             return None
         if given is None:
             return [{"role": "user", "content": self._task.prompt_text(index)}]
-        messages = self._with_known_roles(check_messages(given))
+        messages = check_messages(given)
+        template = self._chat.template_kwargs.get("chat_template")
+        if "developer" not in str(template or self._tokenizer.backend.chat_template):
+            # A template that does not name the role would leave out what the developer says.
+            system = {"role": "system"}
+            messages = [{**m, **system} if m["role"] == "developer" else m for m in messages]
         if messages[-1]["role"] == "assistant":
             raise NotMessages("the last message of a prompt is the assistant's, not one to answer")
         return messages
-
-    def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Give a developer's messages to the system where the template does not name the role."""
-        template = self._chat.template_kwargs.get("chat_template")
-        if "developer" in str(template or self._tokenizer.backend.chat_template):
-            return messages
-        system = {"role": "system"}
-        return [{**one, **system} if one["role"] == "developer" else one for one in messages]
 
     def conversations(self, indices: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
         found = {index: self.messages(index) for index in indices}
@@ -217,7 +214,13 @@ class PromptEncoder:
             return BadRow("no conversation", str(error))
         if messages is None:
             return one_process()(self._task.prompt_text)(index), True
-        self._need_template()
+        if not (self._tokenizer.has_template or "chat_template" in self._chat.template_kwargs):
+            asked = "task.chat is true" if self._chat.wrap else "its prompts are conversations"
+            raise ConfigError(
+                f"task '{self._task.task_id}': {asked}, but the tokenizer '{self._tokenizer.name}' "
+                "has no chat template\n    take an instruct model, put its chat_template.jinja "
+                "into the model's folder, or give prompts as text"
+            )
         tools = self.tools(index)
         try:
             text = self._render(messages, tools)
@@ -249,13 +252,3 @@ class PromptEncoder:
             return False
         self._known_roles.add(role)
         return True
-
-    def _need_template(self) -> None:
-        if self._tokenizer.has_template or "chat_template" in self._chat.template_kwargs:
-            return
-        asked = "task.chat is true" if self._chat.wrap else "its prompts are conversations"
-        raise ConfigError(
-            f"task '{self._task.task_id}': {asked}, but the tokenizer '{self._tokenizer.name}' has "
-            "no chat template\n    take an instruct model, put its chat_template.jinja into the "
-            "model's folder, or give prompts as text"
-        )

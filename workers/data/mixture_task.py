@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.registry import imported
 from ..isolation.child import as_score
 from ..verifiers.pool import VerifierSpec
 from .task import Task, TaskSpec, WrappedTask, build_task, handed_on
@@ -46,7 +46,13 @@ class MixtureTask(WrappedTask):
         self._names = list(spec.tasks)
         self._tasks = [build_task(task) for task in spec.tasks.values()]
         super().__init__(self._tasks[0], "mixture")
-        self.correct_score = _correct_score(spec.tasks, self._tasks)
+        scores = {n: task.correct_score for n, task in zip(spec.tasks, self._tasks, strict=True)}
+        if len(set(scores.values())) > 1:
+            told = ", ".join(f"{name} at {score:g}" for name, score in scores.items())
+            raise ConfigError(
+                "the tasks of the mixture count responses as right at different scores: "
+                f"{told}\n    give them the same correct_score"
+            )
         for task in self._tasks[1:]:
             self.report = self.report.joined(task.report)
         self._problems: list[tuple[int, int]] = []
@@ -135,10 +141,7 @@ class MixtureTask(WrappedTask):
 
 def make_verifier(verifiers: Mapping[str, Sequence[Any]]) -> Callable[[str, Sequence[Any]], Any]:
     """A verifier of several tasks, in a process of its own: part -> factory and its arguments."""
-    known: dict[str, Any] = {}
-    for part, (factory, arguments) in verifiers.items():
-        module, _, name = factory.partition(":")
-        known[part] = getattr(importlib.import_module(module), name)(**arguments)
+    known = {part: imported(make)(**arguments) for part, (make, arguments) in verifiers.items()}
 
     def verify(part: str, call: Sequence[Any]) -> Any:
         if part == "error":
@@ -170,14 +173,3 @@ def _weights(spec: MixtureTaskSpec) -> list[float]:
             "    give at least one of them a weight above 0"
         )
     return weights
-
-
-def _correct_score(names: Mapping[str, Any], tasks: Sequence[Task]) -> float:
-    scores = {name: task.correct_score for name, task in zip(names, tasks, strict=True)}
-    if len(set(scores.values())) > 1:
-        told = ", ".join(f"{name} at {score:g}" for name, score in scores.items())
-        raise ConfigError(
-            f"the tasks of the mixture count responses as right at different scores: {told}\n"
-            "    give them the same correct_score"
-        )
-    return next(iter(scores.values()))

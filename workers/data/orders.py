@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.options import Fraction, PositiveInt, option_class
@@ -92,7 +93,8 @@ def step_rows(
     def ordered(what: str, own: Sequence[int], size: int, share: float, seed: int) -> StepRows:
         """Return rows of `size` a step, of which a step takes `share` on average."""
         if order.kind != "shuffled":
-            return _ByRate(own, rates, order, size, seed)
+            easiest = sorted(own, key=lambda index: -rates[index])
+            return _ByRate(easiest, rates, order, size, seed)
         rows = _Epochs(own, size, seed)
         used = round(rows.steps_per_epoch * share)
         if report is not None and used < len(own):
@@ -145,47 +147,31 @@ def _checked(step: int) -> int:
     return step
 
 
-class _ByRate:
+class _ByRate(_Epochs):
     """A curriculum, or problems by priority; every step anew, so there are no epochs."""
 
     def __init__(
-        self,
-        problems: Sequence[int],
-        rates: Mapping[int, float],
-        order: Order,
-        batch_size: int,
-        seed: int,
+        self, easiest: list[int], rates: Mapping[int, float], order: Order, size: int, seed: int
     ) -> None:
-        easiest = sorted(problems, key=lambda index: -rates[index])
-        self._problems = np.asarray(easiest, dtype=np.int64)
+        super().__init__(easiest, size, seed)
         self._rates = np.asarray([rates[index] for index in easiest])
-        self._order, self._batch_size, self._seed = order, batch_size, seed
+        self._order = order
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self._problems) // self._batch_size
-
+    @override
     def at(self, step: int) -> list[int]:
-        choose = self._by_weight if self._order.kind == "priority" else self._easiest
-        return choose(_checked(step))
-
-    def _easiest(self, step: int) -> list[int]:
-        """Choose among the easiest share (step + 1) / curriculum_steps, at least a batch."""
-        share = min(1.0, (step + 1) / self._order.curriculum_steps)
-        count = max(self._batch_size, int(share * len(self._problems)))
-        chosen = np.argsort(_raw(count, self._seed, step), kind="stable")[: self._batch_size]
-        return self._problems[chosen].tolist()
-
-    def _by_weight(self, step: int) -> list[int]:
-        """Without replacement, with weights of 1 - pass rate (Kimi k1.5, section 2.3.4).
-
-        Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the largest
-        log(u) / weight, u uniform. What is always solved has no weight, and comes last.
-        """
-        uniform = (_raw(len(self._problems), self._seed, step) >> np.uint64(11)) * 2.0**-53
-        weight = np.maximum(1 - self._rates, 1e-9)
-        keys = np.log(np.maximum(uniform, 2.0**-54)) / weight
-        return self._problems[np.argsort(-keys, kind="stable")[: self._batch_size]].tolist()
+        if self._order.kind == "priority":
+            # Without replacement, with weights of 1 - pass rate (Kimi k1.5, section 2.3.4):
+            # the largest log(u) / weight, u uniform (Efraimidis and Spirakis, "Weighted random
+            # sampling with a reservoir", 2006). What is always solved comes last.
+            raw = _raw(len(self._problems), self._seed, _checked(step))
+            uniform = (raw >> np.uint64(11)) * 2.0**-53
+            weight = np.maximum(1 - self._rates, 1e-9)
+            order = np.argsort(-np.log(np.maximum(uniform, 2.0**-54)) / weight, kind="stable")
+        else:
+            share = min(1.0, (_checked(step) + 1) / self._order.curriculum_steps)
+            count = max(self._batch_size, int(share * len(self._problems)))
+            order = np.argsort(_raw(count, self._seed, step), kind="stable")
+        return self._problems[order[: self._batch_size]].tolist()
 
 
 class _Shares:

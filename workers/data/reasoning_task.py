@@ -23,28 +23,15 @@ from .task import Task
 
 EVALUATES_RESPONSES = frozenset(
     {
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+        *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
 """Tasks whose verifier in reasoning-gym 0.1.25 runs the response as Python (eval, or sympy's
 parse_expr, which is eval underneath)."""
 
 DEPENDS_ON_HASH_SEED = frozenset(
-    {
-        "isomorphic_strings",
-        "knight_swap",
-        "polynomial_multiplication",
-        "ransom_note",
-        "word_ladder",
-    }
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
 """Tasks whose problems follow the order of a set of strings, which differs between processes."""
 
@@ -93,7 +80,7 @@ class ReasoningTask(Task):
         self.spec = spec
         self._dataset = _make_dataset(spec, size=_max_samples(spec))
         _check_repeatable(spec, self._dataset)
-        self._template = _Template(spec)
+        self._fields = _template_fields(spec.prompt_template)
         problems = self._sample()
         held_out, train = problems[: spec.num_held_out], problems[spec.num_held_out :]
         self._problems = train + held_out
@@ -132,7 +119,7 @@ class ReasoningTask(Task):
                 entry = _problem(self.spec, self._dataset, number)
             except IndexError:  # a few tasks hold a fixed number of problems
                 break
-            prompt, samples, idle = self._template.fill(entry), samples + 1, idle + 1
+            prompt, samples, idle = self._filled(entry), samples + 1, idle + 1
             if prompt not in found:
                 found[prompt], idle = _Problem(number, prompt, entry), 0
             if len(found) == wanted or idle == _MAX_IDLE_SAMPLES:
@@ -146,6 +133,19 @@ class ReasoningTask(Task):
             )
         return list(found.values())
 
+    def _filled(self, entry: Mapping[str, Any]) -> str:
+        template = self.spec.prompt_template
+        values = {**entry["metadata"], "question": entry["question"]}
+        for name in self._fields:
+            if name not in values:
+                raise ConfigError(
+                    f"prompt_template {template!r}: problems of '{self.spec.name}' have no field "
+                    f"'{name}'{nearest(name, values)}\n"
+                    f"    fields are: {', '.join(sorted(map(str, values)))}"
+                )
+        text = template.format_map(values)
+        return text.replace(" ", "") if self.spec.strip_spaces else text
+
 
 @dataclass(frozen=True)
 class _Problem:
@@ -154,39 +154,26 @@ class _Problem:
     entry: dict[str, Any]
 
 
-class _Template:
-    def __init__(self, spec: ReasoningTaskSpec) -> None:
-        self._spec = spec
-        try:
-            parsed = list(string.Formatter().parse(spec.prompt_template))
-        except ValueError as error:
-            raise ConfigError(
-                f"prompt_template {spec.prompt_template!r} cannot be read: {error}\n"
-                "    write fields as {name}, and braces that are text twice: {{ }}"
-            ) from error
-        self._fields = [name for _, name, _, _ in parsed if name is not None]
-        if any(form for _, _, form, _ in parsed):
-            raise ConfigError(
-                f"prompt_template {spec.prompt_template!r} gives a field a format\n"
-                "    fields are filled in as they are: {name}, without :"
-            )
-        if not self._fields:
-            raise ConfigError(
-                f"prompt_template {spec.prompt_template!r} names no field of the problem, so all "
-                "prompts would be the same\n    use {question}"
-            )
-
-    def fill(self, entry: Mapping[str, Any]) -> str:
-        values = {**entry["metadata"], "question": entry["question"]}
-        for name in self._fields:
-            if name not in values:
-                raise ConfigError(
-                    f"prompt_template {self._spec.prompt_template!r}: problems of "
-                    f"'{self._spec.name}' have no field '{name}'{nearest(name, values)}\n"
-                    f"    fields are: {', '.join(sorted(map(str, values)))}"
-                )
-        text = self._spec.prompt_template.format_map(values)
-        return text.replace(" ", "") if self._spec.strip_spaces else text
+def _template_fields(template: str) -> list[str]:
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(
+            f"prompt_template {template!r} cannot be read: {error}\n"
+            "    write fields as {name}, and braces that are text twice: {{ }}"
+        ) from error
+    if any(form for _, _, form, _ in parsed):
+        raise ConfigError(
+            f"prompt_template {template!r} gives a field a format\n"
+            "    fields are filled in as they are: {name}, without :"
+        )
+    fields = [name for _, name, _, _ in parsed if name is not None]
+    if not fields:
+        raise ConfigError(
+            f"prompt_template {template!r} names no field of the problem, so all prompts would be "
+            "the same\n    use {question}"
+        )
+    return fields
 
 
 def make_verifier(name: str, config: Mapping[str, Any], seed: int, size: int) -> Any:

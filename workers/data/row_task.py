@@ -40,6 +40,7 @@ from .task import (
     Task,
     check_messages,
     is_imitated,
+    json_type,
     last_user_text,
     messages_in,
 )
@@ -121,7 +122,7 @@ def _validated(
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, Mapping):
-        raise BadRow("not an object", f"a row is an object with named fields, got {_kind(row)}")
+        raise BadRow("not an object", f"a row is an object with named fields, got {json_type(row)}")
     good = {"tools": ""}
     written: dict[str, str | _Messages] = {}
     for part, field in fields.items():
@@ -135,7 +136,7 @@ def _validated(
             reward = row.get(fields["reward"]) if "reward" in fields else verifier
             if reward not in _READ_JSON:
                 read = f"{' and '.join(_READ_JSON)} read others"
-                detail = f"expected text, got {_kind(row[field])}; {read}"
+                detail = f"expected text, got {json_type(row[field])}; {read}"
                 raise BadRow(f"wrong type of '{field}'", detail)
             good[part] = _json(row[field], field)
         else:
@@ -160,9 +161,12 @@ def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str])
     """Return what to answer and the answers, of the parts that were written."""
     answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
     if "messages" in written:
-        prompt, answers["response"] = _before_the_last_answer(
-            written["messages"], fields["messages"]
-        )
+        whole = written["messages"]
+        if isinstance(whole, str):
+            detail = "expected a list of messages, got text"
+            raise BadRow(f"wrong type of '{fields['messages']}'", detail)
+        _check_reply(whole, fields["messages"])
+        prompt, answers["response"] = whole[:-1], whole[-1:]
     elif "prompt" in written:
         prompt = written["prompt"]
     else:
@@ -186,7 +190,13 @@ def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str])
     if not prompt or prompt[-1]["role"] == "assistant":
         what = "the last message is the assistant's, not one to answer"
         raise BadRow(f"no prompt in '{field}'", what if prompt else "nothing is asked")
-    replies = {part: _reply(answer, part, fields) for part, answer in answers.items()}
+    replies: dict[str, _Messages] = {}
+    for part, answer in answers.items():
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        elif "messages" not in fields:
+            _check_reply(answer, fields[part])
+        replies[part] = answer
     return {
         "messages": _json(prompt, field),
         "replies": _json(list(replies.values()), field) if replies else "",
@@ -195,14 +205,11 @@ def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str])
     }
 
 
-def _before_the_last_answer(whole: str | _Messages, field: str) -> tuple[_Messages, _Messages]:
-    if isinstance(whole, str):
-        raise BadRow(f"wrong type of '{field}'", "expected a list of messages, got text")
-    if whole[-1]["role"] != "assistant":
+def _check_reply(turns: _Messages, field: str) -> None:
+    if turns[-1]["role"] != "assistant":
         raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
-    if not any(map(is_imitated, whole)):
+    if not any(map(is_imitated, turns)):
         raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
-    return whole[:-1], whole[-1:]
 
 
 def _common_end(chosen: str | _Messages, rejected: str | _Messages) -> int:
@@ -211,17 +218,6 @@ def _common_end(chosen: str | _Messages, rejected: str | _Messages) -> int:
     end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     at_space = isinstance(chosen, str) and chosen[end - 1 : end] == " "
     return end - 1 if at_space else end
-
-
-def _reply(answer: str | _Messages, part: str, fields: Mapping[str, str]) -> _Messages:
-    if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer}]
-    field = fields.get("messages") or fields[part]
-    if answer[-1]["role"] != "assistant":
-        raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
-    if "messages" not in fields and not any(map(is_imitated, answer)):
-        raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
-    return answer
 
 
 def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
@@ -251,14 +247,14 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
         raise BadRow(f"wrong type of '{field}'", f"expected a finite number, got {value}")
     is_figure = part == "pass_rate" or part.endswith("_score")
     if is_figure and not (is_number and abs(value) <= sys.float_info.max):
-        raise BadRow(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+        raise BadRow(f"wrong type of '{field}'", f"expected a number, got {json_type(value)}")
     if part == "pass_rate" and not 0 <= float(value) <= 1:
         raise BadRow(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
     if is_number and (part in ("answer", "id") or is_figure):
         value = value.text if isinstance(value, WrittenFloat) else json.dumps(value)
     if not isinstance(value, str):
         expected = "text or a list of messages" if part in _WRITTEN else "text"
-        raise BadRow(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
+        raise BadRow(f"wrong type of '{field}'", f"expected {expected}, got {json_type(value)}")
     return _whole(value, part, field)
 
 
@@ -286,7 +282,8 @@ def _tools(value: Any, field: str) -> str:
     if value is None or value == []:
         return ""
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadRow(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
+        detail = f"expected a list of objects, got {json_type(value)}"
+        raise BadRow(f"wrong type of '{field}'", detail)
     return _json(value, field)
 
 
@@ -342,13 +339,6 @@ def _has_float(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_float, value.values()))
     return type(value) is float
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
-    return kinds.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ class DataReport:
         if len(self.examples) < self._num_examples:
             self.examples.append(": ".join(filter(None, (where, reason, detail))))
 
-    def drop(self, where: str, reason: str, detail: str = "") -> None:
+    def drop(self, where: str, reason: str) -> None:
         self.num_kept -= 1
-        self.reject(where, reason, detail)
+        self.reject(where, reason)
 
     def joined(self, other: DataReport) -> DataReport:
         both = DataReport(f"{self.source} and {other.source}", self._num_examples)
@@ -333,22 +333,13 @@ class TaskSpec(Protocol):
     """Picklable recipe for a task."""
 
     def build(self) -> Task:
-        """Make the task: read or generate its problems.
-
-        Raises:
-            ConfigError: If the options do not make a usable task.
-        """
+        """Read or generate the problems; `ConfigError` if the options make no usable task."""
         ...
 
 
 @one_process()
 def build_task(spec: TaskSpec) -> Task:
-    """Build a task, which may be the user's own.
-
-    Raises:
-        ConfigError: If it cannot be built, or its class does not inherit from `Task` or lacks what
-            has no default.
-    """
+    """Build a task, which may be the user's own, and require what has no default in `Task`."""
     task: Any = spec.build()
     builds = (
         f"'task.kind': '{type(spec).__module__}:{type(spec).__qualname__}' builds a "
@@ -419,12 +410,7 @@ def fingerprint(task: Task) -> str:
 
 
 def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
-    """The task built in this process, where its indices name the problems they name elsewhere.
-
-    Raises:
-        ConfigError: If it cannot be built.
-        WorkerError: If its fingerprint is another one; None asks for none.
-    """
+    """The task built in this process, where its indices name the problems they name elsewhere."""
     task = build_task(spec)
     if task_fingerprint not in (None, fingerprint(task)):
         raise WorkerError(
@@ -436,12 +422,8 @@ def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
 
 
 def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
-    """The rows' problems, as indices into the task.
-
-    Raises:
-        WorkerError: If an index is not one of the task's.
-    """
-    problems = [int(index) for index in prompt_id.tolist()]
+    """The rows' problems, as indices into the task."""
+    problems: list[int] = prompt_id.tolist()
     number = len(task.train) + len(task.held_out)
     for index in problems:
         if not 0 <= index < number:
@@ -470,11 +452,12 @@ class NotMessages(ValueError):
 def check_messages(given: Any) -> list[dict[str, Any]]:
     """Return the value as messages: parts of text joined, further fields of a message kept."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise NotMessages(f"expected a list of messages, got {_shown(given)}")
+        shown = "an empty list" if given == [] else json_type(given)
+        raise NotMessages(f"expected a list of messages, got {shown}")
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(given, start=1):
         if not isinstance(message, Mapping):
-            raise NotMessages(f"message {number} is {_shown(message)}, not an object")
+            raise NotMessages(f"message {number} is {json_type(message)}, not an object")
         kept = {key: value for key, value in message.items() if value is not None}
         parts = kept.get("content")
         if isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts):
@@ -525,14 +508,14 @@ def _check_message(number: int, message: Mapping[str, Any]) -> None:
     if content is None and not message.get("tool_calls"):
         raise NotMessages(f"message {number} has no content")
     if content is not None and not isinstance(content, str):
-        raise NotMessages(f"the content of message {number} is {_shown(content)}, not text")
+        raise NotMessages(f"the content of message {number} is {json_type(content)}, not text")
 
 
-def _shown(value: Any) -> str:
+def json_type(value: Any) -> str:
+    """Return what JSON calls a value, for messages."""
     kinds = {str: "text", list: "a list", dict: "an object", type(None): "null", bool: "a boolean"}
-    if value == []:
-        return "an empty list"
-    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else "another type")
+    is_number = isinstance(value, (int, float))
+    return kinds.get(type(value), "a number" if is_number else type(value).__name__)
 
 
 def last_user_text(messages: Sequence[Mapping[str, Any]]) -> str:

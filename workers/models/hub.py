@@ -101,8 +101,6 @@ def _not_here(revision: str | None, hub: str, error: Exception) -> str:
 _CONTENTS = "contents.json"
 """In a converted folder: name of each other file -> its size in bytes and its hash."""
 
-_PIECE_BYTES = 1 << 24
-
 
 @dataclass(frozen=True)
 class PackagedModel:
@@ -247,19 +245,13 @@ def _convert(source: Path, draft: Path) -> None:
 
 
 def _contents(folder: Path) -> dict[str, list[int | str]]:
-    return {
-        file.name: [file.stat().st_size, _hash(file)]
-        for file in sorted(folder.iterdir())
-        if file.name != _CONTENTS
-    }
-
-
-def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+    found: dict[str, list[int | str]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.name != _CONTENTS:
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+            found[file.name] = [file.stat().st_size, digest.hexdigest()]
+    return found
 
 
 def _is_whole(place: Path) -> bool:

@@ -75,7 +75,12 @@ def with_tools_as_text(
     if not tools:
         return written
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return _introduced(written, _INTRODUCTION.format(schemas=schemas), system=system)
+    text = _INTRODUCTION.format(schemas=schemas)
+    first, role = written[0] if written else {}, "system" if system else "user"
+    if first.get("role") not in ("system", role):
+        return [{"role": role, "content": text}, *written]
+    before, after = (first["content"], text) if system else (text, first["content"])
+    return [{**first, "content": f"{before}\n\n{after}"}, *written[1:]]
 
 
 def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,17 +101,6 @@ def _call(call: Mapping[str, Any]) -> str:
     if isinstance(arguments, str):  # as OpenAI has them
         return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments or "{}"}}}'
     return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-
-
-def _introduced(
-    messages: list[Mapping[str, Any]], text: str, *, system: bool
-) -> list[Mapping[str, Any]]:
-    first = messages[0] if messages else {}
-    role = "system" if system else "user"
-    if first.get("role") not in ("system", role):
-        return [{"role": role, "content": text}, *messages]
-    before, after = (first["content"], text) if system else (text, first["content"])
-    return [{**first, "content": f"{before}\n\n{after}"}, *messages[1:]]
 
 
 @dataclass(frozen=True)
@@ -150,19 +144,6 @@ class ResponseEnd:
         before = len(decode(ids[:-1]).rstrip("\ufffd"))
         places = [text.find(one, max(before + 1 - len(one), 0)) for one in self.strings]
         return text[: min((place for place in places if place >= 0), default=len(text))]
-
-    def past_turn(self, turn: Sequence[int], start: int, marks: Iterable[int]) -> int:
-        """Return the place behind a turn that is imitated; what a template writes after it is not.
-
-        Args:
-            turn: Tokens up to the end of the turn as the template writes it.
-            start: The turn's first place.
-            marks: Places of special tokens with nothing but white space behind them: the last of
-                them ends a turn that has no id of ours.
-        """
-        ends = [place for place in range(start, len(turn)) if turn[place] in self.ids]
-        ends = ends or [place for place in marks if place >= start]
-        return max(ends) + 1 if ends else len(turn)
 
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
@@ -245,7 +226,11 @@ class Tokenizer:
         if not texts:
             return []
         if self._marks_ends and any(END_MARK in text for text in texts):
-            return [self._encode_marked(text) for text in texts]
+            marked = [map(self.encode, text.split(END_MARK)) for text in texts]
+            return [
+                [*next(parts), *(token for part in parts for token in (self.eos_id, *part))]
+                for parts in marked
+            ]
         try:
             return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
         except Exception as error:  # the tokenizers library raises Exception itself
@@ -277,20 +262,21 @@ class Tokenizer:
         return [*self.encode(text), self.eos_id]
 
     def end_of_turn(self, turn: Sequence[int], start: int) -> int:
-        """Place behind the assistant's turn that begins at `start`."""
+        """Place behind the assistant's turn that begins at `start`, as a template writes it.
+
+        What the template writes after what ends a response is not imitated.
+        """
+        ends = [place for place in range(start, len(turn)) if turn[place] in self.end.ids]
+        if ends:
+            return ends[-1] + 1
+        # Else the last special token ends it, if nothing but white space comes behind.
         special = self.backend.added_tokens_decoder
-        marks: list[int] = []
         for place in reversed(range(start, len(turn))):
             if turn[place] in special and special[turn[place]].special:
-                marks.append(place)
-            elif self.decode([turn[place]]).strip():
+                return place + 1
+            if self.decode([turn[place]]).strip():
                 break
-        return self.end.past_turn(turn, start, marks[:1])
-
-    def _encode_marked(self, text: str) -> list[int]:
-        """`encode`, with the end of sequence for every mark."""
-        first, *others = (self.encode_many([part])[0] for part in text.split(END_MARK))
-        return [*first, *(token for part in others for token in (self.eos_id, *part))]
+        return len(turn)
 
     @property
     def name(self) -> str:

@@ -141,7 +141,7 @@ def _template_fault(templates: Sequence[str]) -> int:
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **options)  # pyright: ignore
     for template in templates:
-        for number, messages in enumerate(_conversations()):
+        for number, messages in enumerate(_CONVERSATIONS):
             variables: dict[str, Any] = {
                 "messages": messages,
                 "tools": [_TOOL] if number else None,
@@ -168,9 +168,7 @@ _TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
 }
-
-
-def _conversations() -> list[list[dict[str, str]]]:
-    """Return conversations of few words, in one message and in many: growth with each must show."""
-    asks, says = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    return [[asks], [{"role": "system", "content": "s"}, asks], [*[asks, says] * 20, asks]]
+_ASKS, _SAYS = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+_SYSTEM = {"role": "system", "content": "s"}
+# Of few words, in one message and in many: growth with each must show.
+_CONVERSATIONS = ([_ASKS], [_SYSTEM, _ASKS], [*[_ASKS, _SAYS] * 20, _ASKS])

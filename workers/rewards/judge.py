@@ -20,8 +20,8 @@ import ssl
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, fields
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -198,7 +198,8 @@ class ChatClient:
                         raise ChatRefused(reason)
                     if response.status_code not in _RETRIED:
                         raise ChatError(reason)
-                    wait = _retry_after(response.headers.get("retry-after"))
+                    with suppress(ValueError):  # of a date; the usual pause will do
+                        wait = max(0.0, float(response.headers.get("retry-after", "")))
                 if attempt + 1 < options.max_attempts:
                     pause = options.pause_s * 2**attempt if wait is None else wait
                     await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
@@ -269,13 +270,6 @@ def _spellings(key: str) -> re.Pattern[str]:
         known = encoded[-(-offset * 8 // 6) : (offset + len(key)) * 8 // 6]
         found += [re.escape(known), re.escape(known.replace("+", "-").replace("/", "_"))]
     return re.compile("|".join(found), re.IGNORECASE)
-
-
-def _retry_after(value: str | None) -> float | None:
-    try:
-        return None if value is None else max(0.0, float(value))
-    except ValueError:  # a date; the usual pause will do
-        return None
 
 
 def in_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -369,8 +363,7 @@ class Judge(Reward):
         self._spec = spec
         self._task = task
         self._tokenizer = tokenizer
-        options = {f.name: getattr(spec, f.name) for f in fields(ChatClientOptions)}
-        self._client = ChatClient(ChatClientOptions(**options))
+        self._client = ChatClient(spec)
         self._missing = MissingScores(
             "the judge", spec.unscored, "see its address, model, template and pattern"
         )

@@ -83,11 +83,10 @@ def step_ends(
     tokens: Tensor,
     mask: Tensor,
     tokenizer: Tokenizer,
-    delimiter: str = "\n",
-    known: dict[int, bool] | None = None,
+    delimiter: str,
+    known: dict[int, bool],
 ) -> Tensor:
     """Find ends of steps: sampled tokens with the delimiter in their text, and each row's last."""
-    known = {} if known is None else known
     sampled = tokens[mask].unique().tolist()
     for token in sampled:
         if token not in known:

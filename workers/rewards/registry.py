@@ -40,13 +40,8 @@ TASK_REWARDS = Registry[Any](
 def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
     """Load the verifiers that a reward, or the parts of a mixture, will ask for.
 
-    Args:
-        worker: A name of `TASK_REWARDS`, or of another worker, which asks for none.
-        options: Of its spec, which have been checked.
-
-    Raises:
-        ConfigError: If one cannot be loaded, or needs a sandbox that this machine lacks, or a
-            part's factory does not take its options.
+    Its options have been checked. Raises `ConfigError` if a verifier cannot be loaded or needs a
+    sandbox that this machine lacks, or if a part's factory does not take its options.
     """
     if worker in RULES or worker == _MIXTURE:
         TASK_REWARDS[worker](task=None, tokenizer=None, **options).check_verifiers()

@@ -35,10 +35,10 @@ def places(ends: torch.Tensor) -> list[list[int]]:
 def test_steps_end_at_delimiters_and_at_the_response_s_end() -> None:
     tokens, mask = rows("1\n2\n", "12", "\n\n3", "")
     tokenizer = TOKENIZER.build()
-    assert places(step_ends(tokens, mask, tokenizer)) == [[3, 5], [3], [2, 3, 4], []]
-    assert places(step_ends(tokens, mask, tokenizer, ";")) == [[5], [3], [4], []]
+    assert places(step_ends(tokens, mask, tokenizer, "\n", {})) == [[3, 5], [3], [2, 3, 4], []]
+    assert places(step_ends(tokens, mask, tokenizer, ";", {})) == [[5], [3], [4], []]
     mask[0, 3] = False
-    assert places(step_ends(tokens, mask, tokenizer))[0] == [5]
+    assert places(step_ends(tokens, mask, tokenizer, "\n", {}))[0] == [5]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import io
 import re
 import unicodedata
 from collections import Counter
+from string import punctuation
 
 from .text import (
     CONJUNCTIONS,
@@ -18,12 +19,10 @@ from .text import (
     STOP_WORDS,
     bare,
     count_keyword,
-    count_words,
     instruction,
     is_emoji,
     is_verb,
     no_punctuation,
-    punctuation,
     sentences,
     syllables,
     tokens,
@@ -50,7 +49,7 @@ def _bare_words(text: str) -> list[str]:
 
 @instruction("count:word_count_range")
 def word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
-    return min_words <= count_words(response) <= max_words
+    return min_words <= len(words(response)) <= max_words
 
 
 @instruction("count:unique_word_count")
@@ -355,13 +354,9 @@ def sentences_end_with_emoji(response: str) -> bool:
         is_emoji(part[-1])
         or is_emoji(part[-2:-1])
         or (bool(after) and is_emoji(after))
-        or _only_emoji(part)
+        or all(is_emoji(character) or character.isspace() for character in part)
         for part, after in zip(parts, following, strict=True)
     )
-
-
-def _only_emoji(text: str) -> bool:
-    return all(is_emoji(character) or character.isspace() for character in text)
 
 
 @instruction("format:line_indent")

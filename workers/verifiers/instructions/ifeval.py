@@ -17,11 +17,11 @@ from .text import (
     bare,
     compare,
     count_keyword,
-    count_sentences,
-    count_words,
     instruction,
     paragraphs,
+    sentences,
     tokens,
+    words,
 )
 
 _SCRIPTS: Mapping[str, tuple[str, ...]] = {
@@ -96,15 +96,16 @@ def language_of(text: str) -> str | None:
     return codes[0] if len(codes) == 1 else _likeliest(text.lower(), codes)
 
 
-def may_be(text: str, language: str) -> bool:
+@instruction("language:response_language")
+def may_be(response: str, language: str) -> bool:
     """Return whether a text is in a language; short ones get the benefit of doubt."""
     code = language.lower().partition("-")[0]
     if code not in LANGUAGES:
         raise ValueError(f"language {language!r} is unknown; known are {', '.join(LANGUAGES)}")
-    found = language_of(text)
+    found = language_of(response)
     if found is not None:
         return found == code
-    letters = [letter for letter in text if letter.isalpha()]
+    letters = [letter for letter in response if letter.isalpha()]
     return not letters or any(code in _SCRIPTS.get(_script(x), ()) for x in letters)
 
 
@@ -149,14 +150,9 @@ def letter_frequency(
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
-@instruction("language:response_language")
-def response_language(response: str, *, language: str) -> bool:
-    return may_be(response, language)
-
-
 @instruction("length_constraints:number_sentences")
 def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    return compare(count_sentences(response), relation, num_sentences)
+    return compare(len(sentences(response)), relation, num_sentences)
 
 
 @instruction("length_constraints:number_paragraphs")
@@ -168,7 +164,7 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 @instruction("length_constraints:number_words")
 def number_words(response: str, *, num_words: int, relation: str) -> bool:
-    return compare(count_words(response), relation, num_words)
+    return compare(len(words(response)), relation, num_words)
 
 
 @instruction("length_constraints:nth_paragraph_first_word")

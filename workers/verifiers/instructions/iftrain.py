@@ -7,6 +7,7 @@ mark, as in the published checks.
 
 from __future__ import annotations
 
+import operator
 import re
 
 from .text import compare, count_keyword, instruction, no_punctuation, paragraphs, sentences, tokens
@@ -20,13 +21,9 @@ def repeat_phrase(response: str, *, phrase: str, small_n: int) -> bool:
         return False
     pattern = rf"{re.escape(wanted[0])} .*?{re.escape(wanted[-1])}"
     found = [match.split() for match in re.findall(pattern, response, flags=re.DOTALL)]
-    return len(found) == small_n and all(_one_differs(match, wanted) for match in found)
-
-
-def _one_differs(given: list[str], wanted: list[str]) -> bool:
-    if len(given) != len(wanted):
-        return False
-    return sum(a != b for a, b in zip(given, wanted, strict=True)) == 1
+    return len(found) == small_n and all(
+        len(given) == len(wanted) and sum(map(operator.ne, given, wanted)) == 1 for given in found
+    )
 
 
 @instruction("copy:copy", "copy:copying_simple")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,24 +85,6 @@ def _variants(response: str) -> list[str]:
     return [*texts, *(text.replace("*", "") for text in texts)]
 
 
-def instruction_reward(
-    response: str,
-    instructions: Iterable[Instruction],
-    *,
-    mode: Mode = "strict",
-    compat: bool = False,
-) -> float:
-    """The sum of `weight * multiplier` over the instructions that a response keeps.
-
-    Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025.
-    """
-    return sum(
-        i.weight * i.multiplier
-        for i in instructions
-        if follows(response, i, mode=mode, compat=compat)
-    )
-
-
 def instructions_of(answer: str | Mapping[str, Any] | Sequence[Any]) -> list[Instruction]:
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, list) and len(read) == 1 and "instruction_id_list" in read[0]:
@@ -142,9 +124,9 @@ def instruction_score(
     if answer is None:
         raise ValueError("instructions need an answer that lists them as JSON")
     listed = instructions_of(answer)
-    kept = instruction_reward(response, listed, mode=mode, compat=compat)
-    if score == "sum":
-        return kept
+    kept = [i for i in listed if follows(response, i, mode=mode, compat=compat)]
     if score == "all":
-        return float(all(follows(response, i, mode=mode, compat=compat) for i in listed))
-    return kept / sum(i.weight * i.multiplier for i in listed)
+        return float(len(kept) == len(listed))
+    # Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025.
+    earned = sum(i.weight * i.multiplier for i in kept)
+    return earned if score == "sum" else earned / sum(i.weight * i.multiplier for i in listed)

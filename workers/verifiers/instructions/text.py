@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from string import punctuation
 from typing import Any
 
 Check = Callable[..., bool]
@@ -18,14 +19,14 @@ CHECKS: dict[str, Check] = {}  # every known instruction by its id, such as `key
 
 COMPAT = "compat"  # name of the option that checks take which differ from how they were published
 
-punctuation = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
-_ABBREVIATIONS: frozenset[str] = frozenset(
-    re.findall(
-        r"\S+",
-        "mr mrs ms dr prof rev gen col sgt capt lt st jr sr vs etc inc ltd co corp dept est approx "
-        "e.g i.e a.m p.m u.s u.k ph.d jan feb aug sept oct nov dec",
-    )
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ABBREVIATIONS = _set(
+    "mr mrs ms dr prof rev gen col sgt capt lt st jr sr vs etc inc ltd co corp dept est approx e.g "
+    "i.e a.m p.m u.s u.k ph.d jan feb aug sept oct nov dec"
 )
 _END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|$)|[。！？]+")
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
@@ -52,10 +53,6 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def count_words(text: str) -> int:
-    return len(words(text))
-
-
 def tokens(text: str) -> list[str]:
     """Words, with what an apostrophe joins, and every punctuation mark on its own."""
     return re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", text)
@@ -77,22 +74,15 @@ def sentences(text: str) -> list[str]:
     found: list[str] = []
     start = 0
     for match in _END.finditer(flat):
-        if match.group().rstrip("\"'”’)]*_") == "." and _abbreviates(flat[start : match.start()]):
-            continue
+        if match.group().rstrip("\"'”’)]*_") == ".":
+            last = flat[start : match.start()].rsplit(" ", 1)[-1].lstrip("(\"'[“‘")
+            initial = len(last) == 1 and last.isupper() and last not in "AI"
+            if initial or last.lower() in _ABBREVIATIONS:
+                continue
         found.append(flat[start : match.end()].strip())
         start = match.end()
     rest = flat[start:].strip()
     return [*found, rest] if rest else found
-
-
-def _abbreviates(before: str) -> bool:
-    last = before.rsplit(" ", 1)[-1].lstrip("(\"'[“‘")
-    initial = len(last) == 1 and last.isupper() and last not in "AI"
-    return initial or last.lower() in _ABBREVIATIONS
-
-
-def count_sentences(text: str) -> int:
-    return len(sentences(text))
 
 
 def paragraphs(text: str, separator: str = r"\s?\*\*\*\s?") -> list[str] | None:
@@ -120,13 +110,9 @@ def count_keyword(text: str, keyword: str, *, compat: bool = False) -> int:
     return len(re.findall(pattern, text, flags=re.IGNORECASE))
 
 
-def _set(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+CONJUNCTIONS = _set("and but for nor or so yet")  # the coordinating ones
 
-
-CONJUNCTIONS: frozenset[str] = _set("and but for nor or so yet")  # the coordinating ones
-
-PRONOUNS: frozenset[str] = _set(
+PRONOUNS = _set(
     "i me we us you he him she her it they them my mine our ours your yours his hers its their "
     "theirs myself ourselves yourself yourselves himself herself itself themselves this that these "
     "those who whom whose which what whoever whomever whatever whichever anybody anyone anything "
@@ -135,7 +121,7 @@ PRONOUNS: frozenset[str] = _set(
 )
 """Personal, possessive, reflexive, demonstrative, interrogative and indefinite ones."""
 
-STOP_WORDS: frozenset[str] = CONJUNCTIONS | _set(
+STOP_WORDS = CONJUNCTIONS | _set(
     "a an the i me my myself we our ours ourselves you your yours yourself yourselves he him his "
     "himself she her hers herself it its itself they them their theirs themselves what which who "
     "whom this that these those am is are was were be been being have has had having do does did "

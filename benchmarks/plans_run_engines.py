@@ -93,11 +93,12 @@ def _torch(
     model: ModelSpec, head: Head, context: WorkerContext, options: Mapping[str, Any], longest: int
 ) -> Built:
     from penstock.workers.engines.torch_engine.network import make_network
-    from penstock.workers.engines.torch_engine.specs import check_whole
+    from penstock.workers.engines.torch_engine.specs import check_divided
     from penstock.workers.models.architecture import empty_model
+    from penstock.workers.models.lora import LoraSpec
 
     del options, longest
-    check_whole(context)
+    check_divided(model, context, trained=True, lora=LoraSpec())
     dtype = getattr(torch, model.dtype)
     module: Any = empty_model(model.config).to(dtype)
     if head.is_scalar:

@@ -114,6 +114,9 @@ class Worker:
     def sleep(self) -> None:
         """Give up device memory; what cannot be made again is kept in host memory."""
 
+    def sleep_but_weights(self) -> None:
+        """`sleep`, but keep the weights where they are: a view is made of them meanwhile."""
+
     def sleep_empty(self) -> bool:
         """Sleep without keeping weights: they are received again after `wake`, before any call.
 

@@ -325,6 +325,11 @@ class Host:
         raise StateError("this executor moves no slices of weights")
 
     @sets("weights")
+    def gather_view(self, role: str, source: Any, version: int) -> None:
+        """Make a role's weights here of those that the processes train, which `source` lays out."""
+        raise StateError("this executor has no groups within others")
+
+    @sets("weights")
     def import_slices(
         self, role: str, source: Any, slices: tuple[Handle, ...], version: int
     ) -> None:

@@ -47,6 +47,9 @@ class DeviceGroup:
         served: Role -> the group that serves it here: nodes that are given the role ask there,
             instead of a copy of their own. Rank r asks rank `r % num_ranks` of that group.
         nodes: Which node of the cluster its processes are on, by process; empty if any will do.
+        within: The group in whose processes it lives, of which it has all devices, in any order.
+            What that group trains it has as a second layout of the same weights: a *view*, which is
+            made of what the processes hold, and dropped when the other group has its turn.
 
     Raises:
         PlanError: If there are more or fewer devices than processes, or one has two of them.
@@ -60,6 +63,7 @@ class DeviceGroup:
     devices: tuple[int, ...] = ()
     served: Mapping[str, str] = field(default_factory=dict[str, str])
     nodes: tuple[ClusterNode, ...] = ()
+    within: str = ""
 
     def __post_init__(self) -> None:
         if self.devices and len(set(self.devices)) != self.num_processes:
@@ -86,6 +90,10 @@ class DeviceGroup:
         ]
         lead = found[-self.tensor_parallel]
         return (lead, *(process for process in found if process != lead))
+
+    def places_in(self, other: DeviceGroup) -> tuple[int, ...]:
+        """The process of another group on the same device, for each process of this one."""
+        return tuple(other.devices.index(device) for device in self.devices)
 
     def rank_of(self, process: int) -> int:
         return process // self.tensor_parallel % self.num_ranks
@@ -203,6 +211,30 @@ def _check_state(graph: Graph, placement: Placement) -> None:
             )
 
 
+def _check_within(graph: Graph, placement: Placement) -> None:
+    groups = {group.name: group for group in placement.groups}
+    for group in placement.groups:
+        if not group.within:
+            continue
+        where = f"group '{group.name}' cannot live within group '{group.within}': "
+        other = groups.get(group.within)
+        if other is None:
+            raise PlanError(f"{where}that is not declared; {nearest(group.within, groups)}")
+        if other.within:
+            raise PlanError(f"{where}that lives within '{other.within}' itself; name that one")
+        if set(group.devices) != set(other.devices) or group.device != other.device:
+            raise PlanError(
+                f"{where}they are on devices {sorted(group.devices)} and {sorted(other.devices)}\n"
+                "    give both groups the same devices, in any order"
+            )
+        for role in placement.hosted_roles(graph, group.name):
+            if placement.home(graph, role) == group.name or graph.roles[role].keeps_state:
+                raise PlanError(
+                    f"{where}'{role}' is trained or keeps its state there\n    put its training on "
+                    f"'{group.within}'"
+                )
+
+
 def _check_served(graph: Graph, placement: Placement) -> None:
     names = {group.name for group in placement.groups}
     shares = sharing(placement.groups)
@@ -290,6 +322,13 @@ def flow_of(graph: Graph, placement: Placement, schedule: Schedule | None = None
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
     schedule = schedule or Schedule()
+    views = [group for group in placement.groups if group.within]
+    if views and (schedule.max_lag or schedule.in_flight):
+        raise PlanError(
+            f"group '{views[0].name}' lives within '{views[0].within}', whose weights it has, and "
+            "schedule.max_lag or in_flight asks for older ones\n    set schedule.max_lag=0, have "
+            "the groups take turns, or give them devices of their own"
+        )
     able = streaming(graph) if schedule.streaming or schedule.segment_tokens else Streaming()
     if not schedule.streaming:
         able = replace(able, order_of={})
@@ -355,6 +394,7 @@ def check_placement(graph: Graph, placement: Placement) -> None:
                 "all its train nodes on one group"
             )
     _check_state(graph, placement)
+    _check_within(graph, placement)
     _check_served(graph, placement)
     most = max(group.num_ranks for group in placement.groups)
     if placement.num_chunks < most:

@@ -305,7 +305,11 @@ class Resizing:
 
 def restartable_groups(programs: Mapping[str, Program]) -> set[str]:
     """The groups that change nothing, so that they can be started again beside a run."""
-    return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
+    return {
+        group.name
+        for group in groups_of(programs)
+        if not (group.within or _changes(programs, group.name))
+    }
 
 
 def replica_groups(programs: Mapping[str, Program]) -> set[str]:

@@ -169,12 +169,20 @@ def _first(stream: OpenStream) -> NodeTask:
 class Publication:
     """Makes the work of publishing and loading, and has it done between runs."""
 
-    def __init__(self, dispatcher: Dispatcher, *, moves_slices: bool, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        *,
+        moves_slices: bool,
+        deadline: Deadline,
+        views: frozenset[str] = frozenset(),
+    ) -> None:
         self._dispatcher = dispatcher
         self._moves_slices = moves_slices
         self._deadline = deadline
         self._layouts: dict[tuple[str, str], HeldLayout | None] = {}
         self._receivers: dict[str, tuple[str, ...]] = {}
+        self._views = views
 
     def learn(
         self, role: str, home: tuple[str, str], program: str, receivers: Sequence[str]
@@ -196,12 +204,15 @@ class Publication:
     def export(self, role: str, version: int) -> RankWork:
         if role not in self._receivers:
             return work(Host.export_weights, role)
-        receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
+        others = [group for group in self._receivers[role] if group not in self._views]
+        receivers = {group: self._known(role, group).receives for group in others}
         return work(Host.export_slices, role, receivers, version)
 
-    def take(self, role: str, home: str, weights: Handle, version: int) -> RankWork:
+    def take(self, role: str, home: str, group: str, weights: Handle, version: int) -> RankWork:
         if role not in self._receivers:
             return work(Host.import_weights, role, weights, version)
+        if group in self._views:
+            return work(Host.gather_view, role, self._known(role, home).receives, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
         return work(Host.import_slices, role, self._known(role, home).sends, slices, version)
 
@@ -221,7 +232,7 @@ class Publication:
         exporting = {0: self.export(role, version)}
         exported = self._dispatcher.perform_now(where, home, exporting, self._deadline)
         for group, num_ranks in replicas.items():
-            take = self.take(role, home, exported.first.weights, version)
+            take = self.take(role, home, group, exported.first.weights, version)
             works = dict.fromkeys(range(num_ranks), take)
             self._dispatcher.perform_now(program, group, works, self._deadline)
 
@@ -300,7 +311,10 @@ class EngineRun:
         self._streams = OpenStreams(in_flight=schedule.in_flight)
         self._failed: tuple[Task, BaseException | None] | None = None
         moves = executor.moves_slices
-        self._publication = Publication(dispatcher, moves_slices=moves, deadline=longest)
+        views = frozenset(one.name for one in program.placement.groups if one.within)
+        self._publication = Publication(
+            dispatcher, moves_slices=moves, deadline=longest, views=views
+        )
         self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if saving and not suspended:
@@ -410,7 +424,7 @@ class EngineRun:
                 role, group, version = instruction.role, instruction.group, instruction.version
                 weights = self._snapshots[role, version]
                 home = self._flow.homes[role]
-                take = self._publication.take(role, home, weights, version)
+                take = self._publication.take(role, home, group, weights, version)
                 self._submit(instruction, group, self._on_all(group, take))
                 self._streams.loads(instruction)
             case Release():

@@ -45,6 +45,8 @@ class WorkerContext:
             state. Each of them is a worker group of its own here, of rank 0 alone, because it
             is started again without the others, and others may come and go.
         num_replicas: How many there were when this one was built.
+        places: Where the group lives within another one (`DeviceGroup.within`): the number that
+            each of its processes has there, and in torch.distributed. Empty if it does not.
 
     If the group has several processes, torch.distributed's default process group is initialized
     and spans exactly them before `build` is called, and so are groups that an engine makes of it.
@@ -62,6 +64,7 @@ class WorkerContext:
     methods: frozenset[str] = frozenset()
     replica: int = 0
     num_replicas: int = 1
+    places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.device == "cuda":

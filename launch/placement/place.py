@@ -172,7 +172,7 @@ def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
     given = run.config.placement
     where = "the plan" if given == AUTO else f"plan file {given}"
     check_layouts(plan, graph, run.engines, where)
-    placement = divide_groups(plan, graph, run.engines).placement(graph)
+    placement = _with_views(divide_groups(plan, graph, run.engines).placement(graph), graph, run)
     used = _used(graph, placement)
     for group in placement.groups:
         if group.name in used:
@@ -187,6 +187,43 @@ def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
             "    plan again for this algorithm, or leave the group out"
         )
     return placement
+
+
+def _with_views(placement: Placement, graph: Graph, run: Run) -> Placement:
+    """Have what only generates live in the processes that train on the same devices.
+
+    With a lag it needs weights that are no longer there, so that the groups take turns.
+    """
+    schedule, engines = run.config.schedule, run.engines
+    if schedule.max_lag or schedule.in_flight or not executor_kind(run.executor.kind).has_processes:
+        return placement
+    groups: list[DeviceGroup] = []
+    for group in placement.groups:
+        here = [node for node in graph.nodes if placement.nodes.get(node.name) == group.name]
+        apart = all(engines.apart(graph, n) and engines.runs(graph, n).views for n in here)
+        homes = {placement.home(graph, node.role or "") or "" for node in here}
+        home = next((g for g in placement.groups if {g.name} == homes - {group.name}), None)
+        alike = home is not None and set(home.devices) == set(group.devices) != set()
+        if home is None or not (apart and alike):
+            groups.append(group)
+            continue
+        devices = _strided(home, group.tensor_parallel)
+        groups.append(replace(group, within=home.name, devices=devices))
+    return replace(placement, groups=tuple(groups))
+
+
+def _strided(home: DeviceGroup, tensor: int) -> tuple[int, ...]:
+    """Devices in the order in which tensor-parallel ranks lack least (HybridFlow, section 5.3).
+
+    Place t of each rank is on a process that trains a part of what place t generates with.
+    """
+    if home.tensor_parallel % tensor:
+        return home.devices
+    share = home.tensor_parallel // tensor
+    places: list[list[int]] = [[] for _ in range(tensor)]
+    for process, device in enumerate(home.devices):
+        places[process % home.tensor_parallel // share].append(device)
+    return tuple(device for rank in zip(*places, strict=True) for device in rank)
 
 
 def _used(graph: Graph, placement: Placement) -> set[str]:
@@ -211,6 +248,11 @@ def follow_main(stage: Stage, main: Graph, placement: Placement, *, keep_ranks: 
         while not keep_ranks and any(number % ranks for number in shared):
             ranks -= 1
         groups.append(group.with_ranks(ranks))
+    named = {group.name: set(group.devices) for group in groups}
+    groups = [
+        group if named.get(group.within) == set(group.devices) else replace(group, within="")
+        for group in groups
+    ]
     made = Placement(tuple(groups), whole.nodes, lcm(*(group.num_ranks for group in groups)))
     check_placement(graph, made)
     return made

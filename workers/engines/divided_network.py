@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,75 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ...planner.resharding.sharding import Sharding
-from ..training.checkpoint_files import gather_weights
+from ...planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
+from ..training.checkpoint_files import HoldsWeights, gather_weights
 from ..training.data_parallel import RankGroup
 from ..training.network import M, Outputs
 from ..training.token_logprob import entropy_of_sums, exponential_sums, finite_
 
 _AT_ONCE = 1 << 26
 """Most logits that exist in float32 at once: 256 MiB, so that many rows need few kernels."""
+
+
+_BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
+_BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
+
+
+def tensor_cut(name: str) -> int | None:
+    """Return the dimension in which tensor parallelism cuts a parameter of Llama, Qwen2 or Qwen3.
+
+    None if every process has all of it.
+    """
+    if _BY_ROWS.fullmatch(name):
+        return 0
+    return 1 if _BY_COLUMNS.fullmatch(name) else None
+
+
+def held_box(
+    name: str, shape: tuple[int, ...], shard: int, shards: int, place: int, tensor: int
+) -> Box:
+    """Return the part of a parameter that one process holds; may be empty."""
+    box = [(0, size) for size in shape]
+    cut = tensor_cut(name) if tensor > 1 else None
+    if cut is not None:
+        width = shape[cut] // tensor
+        box[cut] = (place * width, (place + 1) * width)
+    start, stop = box[0]
+    # As `torch.chunk` cuts: all pieces equal, the last ones smaller or empty.
+    size = -(-(stop - start) // shards)
+    begin = start + shard * size
+    box[0] = (min(begin, stop), min(begin + size, stop))
+    return tuple(box)
+
+
+def divided_sharding(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    shards: int = 1,
+    tensor: int,
+    replicas: int = 1,
+    first: int = 0,
+    dtype: str,
+) -> Sharding:
+    """Return which process of a group stores what of Llama, Qwen2 or Qwen3.
+
+    Processes are numbered from `first` on, tensor place fastest, then shard, then rank.
+    """
+    patterns: dict[Pattern, int] = {}
+    params: list[StoredParam] = []
+    for name, shape in shapes.items():
+        slices: list[Slice] = []
+        for process in range(replicas * shards * tensor):
+            beside, place = divmod(process, tensor)
+            box = held_box(name, shape, beside % shards, shards, place, tensor)
+            if volume(box):
+                slices.append(Slice(first + process, box, (0,) * len(shape)))
+        index = patterns.setdefault(tuple(slices), len(patterns))
+        params.append(StoredParam(name, shape, index, name, tuple(range(len(shape)))))
+    devices = tuple(range(first, first + replicas * shards * tensor))
+    return Sharding(devices, tuple(params), tuple(patterns), dtype)
 
 
 def vocabulary_logprob(
@@ -165,6 +226,28 @@ _IMPOSSIBLE = -1e30
 """A logit whose probability is 0, and finite, so that 0 times it is 0."""
 
 
+def known_logits(logits: Tensor, num_words: int | None, group: dist.ProcessGroup | None) -> Tensor:
+    """A process's logits, with words beyond the first `num_words` set to `_IMPOSSIBLE`."""
+    width = logits.shape[1]
+    first = 0 if group is None else group.rank() * width
+    if num_words is None or first + width <= num_words:
+        return logits
+    beyond = torch.arange(first, first + width, device=logits.device) >= num_words
+    return logits.masked_fill(beyond, _IMPOSSIBLE)
+
+
+def gathered_module(network: HoldsWeights, first: Callable[[], nn.Module]) -> nn.Module | None:
+    """See `LanguageNetwork.whole_module`: what processes hold, gathered into `first`."""
+    weights = gather_weights(network, 0)  # process 0 is where transformers writes files
+    if not weights:
+        return None
+    module = first()
+    found = module.load_state_dict(weights, strict=False)  # it has buffers besides
+    assert not found.unexpected_keys, found.unexpected_keys
+    assert dict(module.named_parameters()).keys() <= weights.keys(), "some are missing"
+    return module
+
+
 class DividedNetwork:
     """The part of a `LanguageNetwork` that follows from its being divided.
 
@@ -187,20 +270,22 @@ class DividedNetwork:
         raise NotImplementedError
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        weights = gather_weights(self, 0)  # process 0 is where transformers writes files
-        if not weights:
-            return None
-        module = first()
-        found = module.load_state_dict(weights, strict=False)  # it has buffers besides
-        assert not found.unexpected_keys, found.unexpected_keys
-        assert dict(module.named_parameters()).keys() <= weights.keys(), "some are missing"
-        return module
+        return gathered_module(self, first)
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
         """There are none."""
 
     def weights_changed(self) -> None:
         """Nothing is derived from them."""
+
+    def drop_weights(self) -> int:
+        raise ConfigError(
+            "no view of weights is had in this engine\n    have the group take turns instead "
+            "(leave `within` out), or give it engine=torch"
+        )
+
+    def take_weights(self) -> None:
+        """They are never dropped."""
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         # No process is left idle without need.
@@ -226,21 +311,16 @@ class DividedNetwork:
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         logprob, entropy = vocabulary_logprob(
-            self._known(outputs.values), target, temperature, self.vocabulary_group
+            known_logits(outputs.values, self.num_words, self.vocabulary_group),
+            target,
+            temperature,
+            self.vocabulary_group,
         )
         return logprob, entropy if needs_entropy else None
 
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        logits = self._known(outputs.values.float() / temperature)
-        return vocabulary_top(logits, num_words, self.vocabulary_group)
-
-    def _known(self, logits: Tensor) -> Tensor:
-        """Return this process's logits, with words beyond `num_words` set to `_IMPOSSIBLE`."""
-        group, width = self.vocabulary_group, logits.shape[1]
-        first = 0 if group is None else group.rank() * width
-        if self.num_words is None or first + width <= self.num_words:
-            return logits
-        beyond = torch.arange(first, first + width, device=logits.device) >= self.num_words
-        return logits.masked_fill(beyond, _IMPOSSIBLE)
+        logits = outputs.values.float() / temperature
+        known = known_logits(logits, self.num_words, self.vocabulary_group)
+        return vocabulary_top(known, num_words, self.vocabulary_group)

@@ -105,7 +105,7 @@ def reserve_devices(
 ) -> None:
     """Reserve devices for all groups that have none yet, around those that others hold."""
     held: list[Any] = [held for one in (*groups, *others) for held in one.reservations]
-    without = [one for one in groups if one.devices is None]
+    without = [one for one in groups if one.devices is None and one.around is None]
     if without:
         wanted = [one.group for one in without]
         devices = backend.reserve(wanted, timeout_s, set(training), held)
@@ -134,7 +134,11 @@ class GroupProcesses:
         hosted: bytes,
         *,
         replicas: bool = False,
+        around: GroupProcesses | None = None,
     ) -> None:
+        # The group in whose processes this one lives, and its processes' numbers there
+        self.around = around
+        self._places = () if around is None else group.places_in(around.group)
         self.backend = backend  # What has started them
         self.group = group
         self.processes: dict[int, Process] = {}  # The processes, by number
@@ -157,6 +161,8 @@ class GroupProcesses:
 
     @property
     def reservations(self) -> list[Reservation]:
+        if self.around is not None:
+            return []
         return [*([] if self.devices is None else [self.devices]), *self._joined.values()]
 
     def reserve(self, ranks: Sequence[int], held: Sequence[Any]) -> None:
@@ -172,9 +178,13 @@ class GroupProcesses:
             raise
 
     def is_there(self) -> bool:
+        if self.around is not None:
+            return self.around.is_there()
         return not any(one is None or not one.is_there(name) for name, one in self._reserved())
 
     def give_back_lost(self) -> None:
+        if self.around is not None:
+            return
         for name, one in self._reserved():
             if one is not None and not one.is_there(name):
                 one.release(name)
@@ -206,6 +216,11 @@ class GroupProcesses:
 
     def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
         """Start the processes; comes back before they run."""
+        if self.around is not None:
+            for process, place in enumerate(self._places):
+                self.processes[process] = self.around.processes[place]
+                self.around.call(place, "admit", self.group, process, self._places)
+            return []
         if not self._replicas:
             every = list(range(self.group.num_processes))
             for process in every:
@@ -241,6 +256,9 @@ class GroupProcesses:
 
     def call(self, process: int, method: str, *arguments: Any) -> Ref:
         """Call a method of one process's `RankProcess`; comes back at once."""
+        if self.around is not None:
+            arguments = self.group.name, method, *arguments
+            method = "call_within"
         (ref,) = self.backend.call(self.processes[process], method, arguments)
         return ref
 
@@ -248,7 +266,9 @@ class GroupProcesses:
         return [self.call(process, method, *arguments) for process in sorted(self.processes)]
 
     def kill(self, rank: int | None = None) -> None:
-        if self.backend.is_up:
+        if self.around is not None:
+            self.around.kill()
+        elif self.backend.is_up:
             for process in self.processes if rank is None else self.group.processes(rank):
                 if process in self.processes:
                     self.backend.kill(self.processes[process])
@@ -335,7 +355,7 @@ def end_groups(groups: Sequence[GroupProcesses]) -> None:
         for group in groups:
             group.end(range(group.group.num_ranks, group.num_ranks), closing=False)
             group.kill()
-            if group.devices is not None:
+            if group.around is None and group.devices is not None:
                 group.devices.release(group.group.name)
 
 

@@ -24,12 +24,13 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.columns import Packed, Part
 from ...dataflow.runtime.executor import Program, WorkerLost, build_role, methods_of
 from ...dataflow.runtime.host import Host, HostOutcome
-from ...dataflow.runtime.messages import HeldLayout, RankWork, Report, Result
+from ...dataflow.runtime.messages import HeldLayout, RankWork, Report, Result, work
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import (
     WorkerContext,
     close_workers,
+    on_device,
     sleep_offloaded,
     sleep_workers,
     wake_workers,
@@ -37,6 +38,7 @@ from ...dataflow.runtime.worker_protocol import (
 from ..inference.link import InferenceClient, InferenceServer
 from ..weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, ChannelEnd, Offer, WeightChannel
 from ..weight_sync.packets import SliceTraffic
+from ..weight_sync.views import gather_view
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
@@ -58,9 +60,16 @@ class SliceHost(Host):
     """A host whose roles' weights travel in slices, through the weight channel of its process."""
 
     def __init__(
-        self, *given: Any, process: int, traffic: SliceTraffic, channel: WeightChannel
+        self,
+        *given: Any,
+        process: int,
+        traffic: SliceTraffic,
+        channel: WeightChannel,
+        trained: Mapping[str, Role] | None = None,
+        places: Sequence[int] = (),
     ) -> None:
         super().__init__(*given)
+        self._trained, self._places = trained or {}, places
         self._process, self._traffic, self._channel = process, traffic, channel
 
     @override
@@ -76,6 +85,14 @@ class SliceHost(Host):
         worker, room = self.roles[role], self._channel.room
         packets = self._traffic.export(worker, receivers, version, room)
         return HostOutcome(weights=self._channel.publish(packets))
+
+    @override
+    def gather_view(self, role: str, source: Any, version: int) -> None:
+        worker = self.roles[role]
+        self._traffic.hold(role, worker, None)  # until all of them are there
+        with self.served_weights.changing(role, version), on_device([self._trained[role]]):
+            gather_view(self._trained[role], source, worker, self._places, self._process)
+            self._traffic.hold(role, worker, version)
 
     @override
     def import_slices(self, role: str, source: Any, slices: tuple[Any, ...], version: int) -> None:
@@ -101,8 +118,13 @@ class RankProcess:
         deadline_s: float,
         start_s: float,
         replica: tuple[int, int] = (0, 1),
+        around: RankProcess | None = None,
+        places: tuple[int, ...] = (),
     ) -> None:
         use_threads(num_threads)
+        # The process of the group that this one lives within, and those that live within this one.
+        self._around, self._places = around, places
+        self._within: dict[str, RankProcess] = {}
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
@@ -140,6 +162,18 @@ class RankProcess:
             world_size=self._group.num_processes,
             timeout=timedelta(seconds=self._deadline_s),
         )
+
+    def admit(self, group: DeviceGroup, process: int, places: tuple[int, ...]) -> None:
+        """Have a process of a group that lives within this one's be part of this process."""
+        num_threads = torch.get_num_threads()
+        limits = num_threads, self._deadline_s, self._start_s
+        self._within[group.name] = RankProcess(
+            self._home, group, process, *limits, around=self, places=places
+        )
+
+    def call_within(self, group: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the process that `admit` has made for a group."""
+        return getattr(self._within[group], method)(*arguments)
 
     def forget(self, number: int) -> None:
         self._channel.forget(number)
@@ -181,11 +215,23 @@ class RankProcess:
                 process=self._process,
                 traffic=self._traffic,
                 channel=self._channel,
+                trained={} if self._around is None else self._around._roles,
+                places=self._places,
             )
+            if self._around is not None:
+                self._begin_views(key, program)
             for role, server in program.placement.serving(program.graph):
                 if server == self._group.name:
                     self._served_weights.add(role, program.graph.roles[role], self._roles[role])
         sleep_offloaded(self._roles.values())
+
+    def _begin_views(self, key: str, program: Program) -> None:
+        """Have roles that are trained around this group come from there when it has its turn."""
+        for role in program.placement.hosted_roles(program.graph, self._group.name):
+            home = program.placement.home(program.graph, role)
+            if role not in self._imported and home == self._group.within and self._around:
+                layout = self._around._roles[role].weights_layout()
+                self._imported[role] = key, work(Host.gather_view, role, layout, 0)
 
     def serve(self, token: str, before: Address | None) -> Address:
         """Answer inference requests from now on, on this process's own address; where that is."""
@@ -220,6 +266,7 @@ class RankProcess:
             stage,
             methods_of(programs, group.name, role),
             *self._replica,
+            self._places,
         )
 
     def sleep(self) -> None:
@@ -227,8 +274,11 @@ class RankProcess:
         self._sleeps = "it was not woken"
         # Weights that came from another group are not kept, if the worker can do without: they come
         # again, or newer ones. Their last offer stands until they have come from the next.
+        viewed = {name for guest in self._within.values() for name in guest._imported}
         for name, role in self._roles.items():
-            if name in self._imported and role.sleep_empty():
+            if name in viewed:
+                role.sleep_but_weights()
+            elif name in self._imported and role.sleep_empty():
                 self._emptied.add(name)
             else:
                 sleep_workers([role])
@@ -276,13 +326,14 @@ class RankProcess:
                 raise WorkerError(f"{where} sleeps; {self._sleeps}")
             # Other roles that have slept without weights need their last ones again; what this very
             # call brings need not come twice.
-            brought = work.arguments[0] if work.method is Host.import_slices else None
+            brings = work.method in (Host.import_slices, Host.gather_view)
+            brought = work.arguments[0] if brings else None
             for role in sorted(self._emptied - {brought}):
                 before, last = self._imported[role]
                 self._hosts[before].perform(last)
                 self._emptied.discard(role)
         result = self._hosts[program].perform(work)
-        if work.method is Host.import_slices:
+        if work.method in (Host.import_slices, Host.gather_view):
             role = work.arguments[0]
             self._imported[role] = program, work
             self._emptied.discard(role)

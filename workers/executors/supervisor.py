@@ -235,17 +235,17 @@ class Supervisor(Executor):
         self._budget = RestartBudget(self.recovery)
         self._restartable = restartable_groups(programs)
         self._replicas = replica_groups(programs)
-        self._groups = {
-            group.name: GroupProcesses(
+        self._groups = {}
+        for group in sorted(groups, key=lambda group: bool(group.within)):
+            self._groups[group.name] = GroupProcesses(
                 backend,
                 group,
                 threads,
                 self._deadline_s,
                 hosted_bytes(programs, workers, group.name),
                 replicas=group.name in self._replicas,
+                around=self._groups.get(group.within),
             )
-            for group in groups
-        }
         every = list(self._groups.values())
         # Before devices are reserved: warm groups bring theirs.
         take_warm(backend, every)
@@ -529,6 +529,10 @@ class Supervisor(Executor):
         dead = dead_processes(here.backend, self._groups.values(), self._returning)
         wanted = {*groups, *(name for name, _ in (*dead, *self._returning))}
         self._give_up_returning(list(self._returning))
+        # A group and those that live within it have their processes in common.
+        around = {n: g.around.group.name for n, g in self._groups.items() if g.around is not None}
+        wanted |= {around[name] for name in wanted & around.keys()}
+        wanted |= {name for name, other in around.items() if other in wanted}
         names = [name for name in self._groups if name in wanted]
         again = [self._groups[name] for name in names]
         self._offers.drop(names)

@@ -91,19 +91,22 @@ def rank_group(context: WorkerContext, device: torch.device) -> RankGroup:
     sizes = (context.tensor_parallel, context.num_ranks, context.pipeline_parallel)
     several = context.num_ranks > 1 and context.num_ranks < context.num_processes
     # None is torch's default group, of all processes.
-    group = _groups(*sizes)[context.tensor_rank, context.stage] if several else None
+    made = _groups(*sizes, context.places) if several else {}
+    group = made[context.tensor_rank, context.stage] if several else None
     return RankGroup(context.rank, context.num_ranks, device, group)
 
 
 @lru_cache
-def _groups(tensor: int, data: int, stages: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _groups(
+    tensor: int, data: int, stages: int, places: tuple[int, ...]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
     """(Tensor-parallel rank, stage) -> its data-parallel ranks; made once per process."""
     made: dict[tuple[int, int], dist.ProcessGroup] = {}
     for stage in range(stages):
         for at in range(tensor):
             ranks = [at + tensor * (rank + data * stage) for rank in range(data)]
             # torch has every process make every group, in one order, also those that it is not in.
-            group = dist.new_group(ranks)
+            group = dist.new_group([places[rank] for rank in ranks] if places else ranks)
             if isinstance(group, dist.ProcessGroup):  # a number for those that are not in it
                 made[at, stage] = group
     return made

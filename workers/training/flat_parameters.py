@@ -112,6 +112,18 @@ class FlatParameters:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
         return self.grad
 
+    def drop(self) -> int:
+        """Give the buffer's memory up until `take`, bytes; whatever views it stays a view of it."""
+        num_bytes = self.data.untyped_storage().nbytes()
+        self.data.untyped_storage().resize_(0)
+        return num_bytes
+
+    def take(self) -> None:
+        """Have the memory again, with numbers that are none; nothing if it was not dropped."""
+        num_bytes = self.data.numel() * self.data.element_size()
+        if self.data.untyped_storage().nbytes() < num_bytes:
+            self.data.untyped_storage().resize_(num_bytes)
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by others of the same names and shapes."""
         with torch.no_grad():

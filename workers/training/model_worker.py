@@ -211,13 +211,29 @@ class ModelWorker(Worker):
         there: then what a GPU would do is done.
         """
         if self._host_copy is None:
-            self._state_files.keep()
-            device = self.device.type if self.offload else "cuda"
-            waits = self._trainer is not None and self._trainer.has_pieces
-            void = [] if waits else self._network.gradients()
-            self._host_copy = HostCopy(self.device_tensors(), device, void=void)
+            self._host_copy = self._moved(self.device_tensors())
+
+    def sleep_but_weights(self) -> None:
+        if self._host_copy is None:
+            states = [] if self._trainer is None else self._trainer.optimizer.buffers
+            self._host_copy = self._moved([*self._network.gradients(), *states])
+
+    def _moved(self, tensors: list[Tensor]) -> HostCopy:
+        self._state_files.keep()
+        device = self.device.type if self.offload else "cuda"
+        waits = self._trainer is not None and self._trainer.has_pieces
+        void = [] if waits else self._network.gradients()
+        return HostCopy(tensors, device, void=void)
+
+    def sleep_empty(self) -> bool:
+        """Give up the weights of a view (`DeviceGroup.within`) until they come again."""
+        if not self.context.places:
+            return False
+        self._network.drop_weights()
+        return True
 
     def wake(self) -> None:
+        self._network.take_weights()
         kept, self._host_copy = self._host_copy, None
         if kept is not None:
             kept.restore()

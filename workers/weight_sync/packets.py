@@ -167,6 +167,13 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
     return {device: tuple(found[device]) for device in devices}
 
 
+def read_view(part: Part, tensors: Tensors) -> Tensor:
+    param, move = part
+    return _view(
+        part, tensors, param.source_tensor, param.source_dims, move.source_start, move.source
+    )
+
+
 def write_view(part: Part, tensors: Tensors, dtype: torch.dtype) -> Tensor:
     param, move = part
     found = _view(part, tensors, param.destination_tensor, param.destination_dims,
@@ -325,11 +332,7 @@ def pack(
 def _packed(
     message: Message, tensors: Tensors, dtype: torch.dtype, version: int, room: Room
 ) -> tuple[Bucket, list[int]]:
-    read = [
-        _view(p, tensors, p.param.source_tensor, p.param.source_dims, p.move.source_start,
-              p.move.source)
-        for p in message.parts
-    ]  # fmt: skip
+    read = [read_view(part, tensors) for part in message.parts]
     payload = room(message.num_bytes, read[0].device)
     for part, data, values in zip(message.parts, message.slices(payload), read, strict=True):
         data.view(dtype).view(part.shape).copy_(values)
@@ -499,6 +502,11 @@ class SliceTraffic:
         for at in {bucket.device for bucket in buckets if isinstance(bucket, Tensor)}:
             if at.type == "cuda":  # what is read must not be overwritten before
                 torch.cuda.synchronize(at)
+
+    def hold(self, role: str, worker: Worker, version: int | None) -> None:
+        """Note that all weights have come by another way than packets; None while they do."""
+        self.expect(role, worker)
+        self._held[role].version = version
 
     def check(self, role: str, version: int) -> None:
         held = self._held.get(role)

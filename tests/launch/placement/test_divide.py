@@ -66,6 +66,30 @@ def test_generation_with_another_engine_takes_turns_without_a_word_about_devices
     assert sharing(placement.groups).keys() == {"all", "all-rollout"}
 
 
+def test_our_own_generation_lives_in_the_processes_that_train() -> None:
+    words = ("executor.groups.all=1", "executor.tensor_parallel.all=2", "rollout=torch")
+    groups = {group.name: group for group in placed(*words).groups}
+    assert {name: group.within for name, group in groups.items()} == {
+        "all": "",
+        "all-rollout": "all",
+    }
+    later = placed(*words, "schedule.max_lag=1")  # its weights are no longer there
+    assert not any(group.within for group in later.groups)
+
+
+def test_places_of_a_view_lie_where_their_part_is_trained() -> None:
+    placement = placed(
+        "rollout=torch",
+        "model.architecture.num_key_value_heads=4",
+        "executor.groups={train: 1, rollout: 2}",
+        "executor.tensor_parallel={train: 4, rollout: 2}",
+        "executor.devices={train: [0, 1, 2, 3], rollout: [0, 1, 2, 3]}",
+        "executor.nodes={actor.generate: rollout}",
+    )
+    assert placement.group("rollout").within == "train"
+    assert placement.group("rollout").devices == (0, 2, 1, 3)
+
+
 def test_groups_of_the_command_line_may_name_the_same_devices() -> None:
     placement = placed(
         "executor.groups={train: 1, rollout: 2}",

@@ -11,20 +11,14 @@ from penstock.launch.stages.prepare import prepare
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
 FSDP = "engine=fsdp rollout=torch executor.groups.train=1 executor.groups.rollout=1 "
 OWN = "executor.nodes.actor.generate=rollout "
-WHOLE = "rollout=torch has every model whole in each process"
 
 REFUSED = {
-    f"algorithm=ppo {kind} rollout=torch executor.groups.all=1 executor.{key}.all=2": WHOLE
-    for kind, key in (
-        ("engine=fsdp", "tensor_parallel"),
-        ("engine=megatron", "tensor_parallel"),
-        ("engine=megatron", "pipeline_parallel"),
-    )
-} | {
+    "algorithm=ppo engine=megatron rollout=torch executor.groups.all=1 "
+    "executor.pipeline_parallel.all=2": "the torch engine computes all layers of a model whole",
     "executor.groups.all=1 executor.tensor_parallel.all=2": (
         "'executor.tensor_parallel.all' is 2, but the torch engine runs data-parallel only"
     ),
-    FSDP + OWN + "executor.tensor_parallel.rollout=2": WHOLE,
+    FSDP + OWN + "executor.tensor_parallel.rollout=3": "tensor_parallel=3 does not divide the",
     FSDP + OWN + "executor.tensor_parallel.train=2 engine.options.shards=3": (
         "has shards=3, which does not divide the 2 processes"
     ),
@@ -60,6 +54,16 @@ def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
     assert REFUSED[words] in str(raised.value)
 
 
-def test_a_group_that_can_have_the_model_is_accepted() -> None:
-    words = FSDP + OWN + "algorithm=ppo executor.tensor_parallel.train=2 engine.options.shards=1"
+@pytest.mark.parametrize(
+    "words",
+    [
+        FSDP + OWN + "algorithm=ppo executor.tensor_parallel.train=2 engine.options.shards=1",
+        FSDP + OWN + "executor.tensor_parallel.rollout=2",
+        "algorithm=ppo engine=megatron rollout=torch executor.groups.all=1 "
+        "executor.tensor_parallel.all=2",
+    ],
+)
+def test_a_group_that_can_have_the_model_is_accepted(words: str) -> None:
+    if "megatron" in words:
+        pytest.importorskip("megatron", reason="megatron-core is not installed")
     prepare(run_of(words), dry=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ....planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
@@ -23,7 +21,7 @@ from ...training.data_parallel import RankGroup
 from ...training.network import M, MicroBatches, Outputs, R
 from ...training.optimizer import AdamW, OptimizerSpec, square_sum, update_weights
 from ...training.token_logprob import known_words, token_logprob, top_words
-from ..divided_network import DividedNetwork, sum_parts
+from ..divided_network import DividedNetwork, divided_sharding, held_box, sum_parts
 from .mesh import CutOutputs, FsdpMesh
 from .model import FsdpModel
 
@@ -69,56 +67,6 @@ class FsdpAdamW(AdamW):
         return torch.cat([part.reshape(-1) for part in self._views(None).values()])
 
 
-# The parameters of Llama, Qwen2 and Qwen3 that tensor parallelism cuts.
-_BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
-_BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
-
-
-def held_box(
-    name: str, shape: tuple[int, ...], shard: int, shards: int, place: int, tensor: int
-) -> Box:
-    """Return the part of a parameter that one process holds; may be empty."""
-    box = [(0, size) for size in shape]
-    cut = 0 if _BY_ROWS.fullmatch(name) else 1 if _BY_COLUMNS.fullmatch(name) else None
-    if tensor > 1 and cut is not None:
-        width = shape[cut] // tensor
-        box[cut] = (place * width, (place + 1) * width)
-    start, stop = box[0]
-    # As `torch.chunk` cuts: all pieces equal, the last ones smaller or empty.
-    size = -(-(stop - start) // shards)
-    begin = start + shard * size
-    box[0] = (min(begin, stop), min(begin + size, stop))
-    return tuple(box)
-
-
-def fsdp_sharding(
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    shards: int,
-    tensor: int,
-    replicas: int = 1,
-    first: int = 0,
-    dtype: str,
-) -> Sharding:
-    """Return which process of an FSDP group stores what.
-
-    Processes are numbered from `first` on, tensor place fastest, then shard, then rank.
-    """
-    patterns: dict[Pattern, int] = {}
-    params: list[StoredParam] = []
-    for name, shape in shapes.items():
-        slices: list[Slice] = []
-        for process in range(replicas * shards * tensor):
-            beside, place = divmod(process, tensor)
-            box = held_box(name, shape, beside % shards, shards, place, tensor)
-            if volume(box):
-                slices.append(Slice(first + process, box, (0,) * len(shape)))
-        index = patterns.setdefault(tuple(slices), len(patterns))
-        params.append(StoredParam(name, shape, index, name, tuple(range(len(shape)))))
-    devices = tuple(range(first, first + replicas * shards * tensor))
-    return Sharding(devices, tuple(params), tuple(patterns), dtype)
-
-
 class StoredPart:
     """Parameters where FSDP2 keeps them."""
 
@@ -149,9 +97,9 @@ class StoredPart:
         sizes["dtype"] = str(dtype).removeprefix("torch.")
         first = context.rank * context.tensor_parallel
         # Which process of the group stores what; devices are numbered like processes
-        self.layout = fsdp_sharding(self.shapes, replicas=context.num_ranks, **sizes)
+        self.layout = divided_sharding(self.shapes, replicas=context.num_ranks, **sizes)
         # The same of this data-parallel rank's processes alone
-        self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
+        self.rank_layout = divided_sharding(self.shapes, first=first, **sizes)
 
     def _check(self, name: str, local: Tensor, mesh: FsdpMesh) -> None:
         """Require that FSDP2 has cut as `layout` says, which other engines go by."""
@@ -305,6 +253,13 @@ class FsdpNetwork(DividedNetwork):
             return found
         logprob, words = found
         return outputs.rows.whole(logprob), outputs.rows.whole(words)
+
+    def idle(self) -> Tensor:
+        total = super().idle()
+        if self._model.apart:
+            # FSDP2 adds up gradients of what has one: here as well, where no logits are made.
+            total = total + self._model.head.weight.reshape(-1)[0].float() * 0
+        return total
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         # A process computes its part alone of the rows that it shares.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -207,6 +208,23 @@ class _GatedLinear(torch.autograd.Function):
         return _before_product(grads[0] @ weight, gate_up), to_weight, to_bias
 
 
+def summed(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of each process's part, in place; no gradient passes.
+
+    On a CPU a number's sum does not depend on where in the tensor it stands, as it would with the
+    ring of gloo's reduction: a row's result must not depend on the rows beside it.
+    """
+    if parts.device.type != "cpu" or group.size() == 2:
+        dist.all_reduce(parts, group=group)
+        return parts
+    every = [torch.empty_like(parts) for _ in range(group.size())]
+    dist.all_gather(every, parts, group=group)
+    torch.add(every[0], every[1], out=parts)
+    for part in every[2:]:
+        parts += part
+    return parts
+
+
 _FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
@@ -258,6 +276,11 @@ class Linears:
         x = x + F.linear(inputs, self.weight, self.bias)
         return x if self.adapters is None else x + added(inputs, self.adapters)
 
+    def summed_to(self, x: Tensor, inputs: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`added_to` where each process of a group has some of the inputs, and no adapters."""
+        x = x + summed(F.linear(inputs, self.weight), group)
+        return x if self.bias is None else x + self.bias
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -294,6 +317,17 @@ class LeanBackbone:
             for i, layer in enumerate(self._backbone.layers)
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
+        # Processes that divide the matrices, of which this one has its part (`tensor_parallel.py`)
+        self.group: dist.ProcessGroup | None = None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embedding's rows, [N, D]; of other processes' words they add theirs."""
+        if self.group is None:
+            return F.embedding(tokens, self.embedding)
+        own = tokens - self.group.rank() * len(self.embedding)
+        is_own = (own >= 0) & (own < len(self.embedding))
+        rows = F.embedding(own.where(is_own, 0), self.embedding)
+        return summed(rows.masked_fill_(~is_own[..., None], 0), self.group)
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine tables of at least `length` positions, each [positions, 1, E/2]."""
@@ -312,7 +346,7 @@ class LeanBackbone:
         `caches` are a pair of [N, K, E] tensors per layer, which receive keys and values.
         """
         cos, sin = (table[pack.position] for table in self.rope(pack.longest))
-        x = F.embedding(pack.tokens, self.embedding)
+        x = self.embed(pack.tokens)
         last = len(self.layers) - 1
         again = self.checkpointing and caches is None and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
@@ -365,6 +399,10 @@ class LeanBackbone:
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
+        if self.group is not None:
+            x = layer.out.summed_to(x, mixed, self.group)
+            gate_up = layer.gate_up.of_norm(x, layer.mlp_norm, self.eps)
+            return layer.down.summed_to(x, gated(gate_up), self.group)
         x = layer.out.added_to(x, mixed)
         gate_up = layer.gate_up.of_norm(x, layer.mlp_norm, self.eps)
         if layer.down.adapters is None:

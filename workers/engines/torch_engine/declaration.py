@@ -497,6 +497,7 @@ TORCH = EngineKind(
     },
     rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
+    views=True,
     saving=TorchSaving(),
     computes=_computes,
 )

@@ -245,7 +245,7 @@ class Batch:
         cos, sin = (table.index_select(0, position) for table in tables)
         heads = torch.arange(len(token) * keys, device=token.device).view(-1, keys)
         where = (heads * self._capacity + position[:, None]).view(-1)
-        x = F.embedding(token, backbone.embedding)
+        x = backbone.embed(token)
         for layer, (key_cache, value_cache) in zip(backbone.layers, self._cache, strict=True):
             query, key, value = backbone.project(x, layer, cos, sin)
             for cache, new in ((key_cache, key), (value_cache, value)):

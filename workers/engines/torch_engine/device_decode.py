@@ -149,7 +149,9 @@ def decode_on_device(
         return
     longest = sampler.longest(waiting)
     if network.device.type == "cuda":
-        max_rows = rows_in_memory(network.backbone, network.device, longest, max_rows)
+        max_rows = network.agreed(
+            rows_in_memory(network.backbone, network.device, longest, max_rows)
+        )
     batch = DeviceBatch(network, sampler, min(len(waiting), max_rows), longest)
     while len(waiting) or batch.num_live:
         count = entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)

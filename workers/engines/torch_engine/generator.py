@@ -251,7 +251,6 @@ class TorchGenerator(GenerationEngine):
     """Samples from a network's own weights."""
 
     name = "the torch engine's generator"
-    takes_weights = True  # they lie where each token reads them
 
     def __init__(
         self,
@@ -268,10 +267,12 @@ class TorchGenerator(GenerationEngine):
         self._host_copy: HostCopy | None = None
         module: Any = network.module
         self._module = module
-        self.shapes = {name: tensor.shape for name, tensor in network.tensors().items()}
+        self.shapes = {param.name: torch.Size(param.shape) for param in network.layout.params}
+        # They lie where each token reads them; but processes would take them at different tokens.
+        self.takes_weights = not network.is_divided
         self.dtype = network.layout.dtype
         self.num_positions: int | None = getattr(module.config, "max_position_embeddings", None)
-        self.vocab_size: int = module.config.vocab_size
+        self.vocab_size = network.vocab_size
         self._num_words = min(num_words or self.vocab_size, self.vocab_size)
 
     @override
@@ -330,7 +331,7 @@ class TorchGenerator(GenerationEngine):
 
     @override
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        self.network.flat.load(tensors)
+        self.network.load(tensors)
 
     @override
     def sleep(self) -> int:

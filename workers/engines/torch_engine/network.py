@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,16 @@ class TorchNetwork(WholeNetwork):
         with _same_bits(self.same_bits and self.device.type == "cuda"):
             super().run(given, backward=backward)
 
+    @property
+    def vocab_size(self) -> int:
+        """Words of a language model, those of all processes that divide it."""
+        module: Any = self.module
+        return module.config.vocab_size
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all weights by whole tensors of their names."""
+        self.flat.load(tensors)
+
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         adapted = self._split is not None and self._split.lora
         return merge(copy.deepcopy(self.module)) if adapted else self.module
@@ -167,6 +177,10 @@ class LeanNetwork(TorchNetwork):
 
     def checkpoint_activations(self) -> None:
         self.backbone.checkpointing = True
+
+    def agreed(self, number: int) -> int:
+        """The least of the numbers that the processes which divide the model come to."""
+        return number
 
     def head(self, states: Tensor) -> Tensor:
         """The head's linear map, [U, D] -> [U, width]."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.resharding.sharding import Sharding
 from ...models.lora import LoraSpec, adapt
 from ...models.spec import Head, ModelSpec
 from ...models.tokenizer import TokenizerSpec
@@ -16,26 +18,39 @@ from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
 from ...training.host_memory import keep_few_kernels
 from ...training.network import LanguageNetwork
-from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .generator import TorchGenerator
 from .network import SplitWeights, TorchNetwork, frozen_weights, make_network, prepare_same_bits
+from .tensor_parallel import check_divides, tensor_parallel_network
 
-_GENERATOR = ("rollout=torch", "rollout=vllm")
 
-
-def check_whole(
-    context: WorkerContext,
-    key: str = "engine=torch",
-    others: str = "engine=fsdp or engine=megatron",
+def check_divided(
+    model: ModelSpec, context: WorkerContext, *, trained: bool, lora: LoraSpec
 ) -> None:
-    """Require that every process has a model of its own; keys are for the message."""
+    """Refuse a group whose ranks are several processes if they cannot share the model.
+
+    Args:
+        model: The model.
+        context: Where the worker lives.
+        trained: Whether it has an optimizer.
+        lora: Its adapters, if it has any.
+
+    Raises:
+        ConfigError: If the engine divides no such model.
+        PlanError: If the model's sizes are not divisible.
+    """
     sharing = context.tensor_parallel * context.pipeline_parallel
-    if sharing > 1:
+    if sharing == 1:
+        return
+    if trained or lora or context.pipeline_parallel > 1:
+        what = "trains" if trained else "has adapters on" if lora else "computes all layers of"
         raise ConfigError(
             f"'{context.role}' is on a group whose ranks are {sharing} processes each, and "
-            f"{key} has every model whole in each process\n    leave executor.tensor_parallel and "
-            f"executor.pipeline_parallel of that group at 1, or set {others}"
+            f"the torch engine {what} a model whole in each process\n    leave "
+            "executor.tensor_parallel and executor.pipeline_parallel of that group at 1, or set "
+            "engine=fsdp or engine=megatron"
         )
+    check_divides(model, context.tensor_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +69,18 @@ class TorchModel:
     """Whether its frozen weights may be those that adapters of others stand on."""
 
     def check_group(self, context: WorkerContext) -> None:
-        check_whole(context)
+        assert isinstance(self, Recipe)
+        check_divided(self.model, context, trained=self.optimizer is not None, lora=self.lora)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
-        check_whole(context)
         keep_few_kernels()
         if self.deterministic:
             prepare_same_bits()
-        network = self._network(model, context, head)
+        network: TorchNetwork
+        if context.tensor_parallel > 1:
+            network = tensor_parallel_network(model, context, head)
+        else:
+            network = self._network(model, context, head)
         network.same_bits = self.deterministic
         if self.activation_checkpointing:
             network.checkpoint_activations()
@@ -129,7 +148,7 @@ class TorchGeneratorSpec:
     """See `TorchPolicySpec`."""
 
     def check_group(self, context: WorkerContext) -> None:
-        check_whole(context, *_GENERATOR)
+        check_divided(self.model, context, trained=False, lora=self.lora)
 
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
         network = TorchModel(lora=self.lora).make_network(self.model, context, Head("lm_head"))
@@ -148,6 +167,22 @@ class TorchGeneratorPolicy(GeneratorPolicy):
     def __init__(self, context: WorkerContext, generator: TorchGenerator) -> None:
         super().__init__(context, generator)
         self._network = generator.network
+
+    @override
+    def weights_layout(self) -> Sharding:
+        return self._network.layout
+
+    @override
+    def sleep_empty(self) -> bool:
+        if not self.context.places:  # what has come from other processes is kept
+            return False
+        self._gave_back(self._network.drop_weights())
+        return True
+
+    @override
+    def wake(self) -> None:
+        self._network.take_weights()
+        super().wake()
 
     def local_tensors(self) -> dict[str, Tensor]:
         return self._network.tensors()

@@ -47,7 +47,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.layout import Layout as PlannedLayout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import shard
-from penstock.workers.engines.fsdp_engine.network import fsdp_sharding
+from penstock.workers.engines.divided_network import divided_sharding
 from penstock.workers.engines.roles import last_masked
 from penstock.workers.engines.torch_engine.specs import TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
@@ -347,7 +347,7 @@ def test_the_planner_describes_it_the_same(shards: int, tensor: int, context: in
     config = module_of(policy).config
     shape = shape_of(config.to_dict(), name="tiny", dtype="float32")
     weights = policy.export_weights()
-    ours = fsdp_sharding(
+    ours = divided_sharding(
         {name: tuple(weight.shape) for name, weight in weights.items()},
         shards=shards,
         tensor=tensor,

@@ -1,0 +1,95 @@
+"""A group that lives within another one: the weights that are trained there, in a second layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
+from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
+from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.rollout.generator_policy import SplitPolicySpec
+
+from ...algorithms import runs
+from .backends import ON_RAY_AT_NIGHT, Backend
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+VOCAB = 20
+
+
+def model() -> ModelSpec:
+    """One whose words and heads two and four processes can divide."""
+    fields = {**runs.model().architecture, "vocab_size": VOCAB, "num_key_value_heads": 4}
+    return ModelSpec(architecture=fields)
+
+
+def run_of(engine: str) -> runs.Run:
+    run = runs.make("grpo")
+    actor: Any = run.workers["actor"]
+    tokenizer = runs.TOKENIZER.build()
+    own: dict[str, Any] = {"model": model(), "end_ids": actor.end_ids}
+    own["num_words"] = tokenizer.vocab_size
+    train: Any
+    if engine == "megatron":
+        train = MegatronPolicySpec(optimizer=actor.optimizer, **own)
+    else:
+        shards = int(engine.removeprefix("fsdp"))
+        train = FsdpPolicySpec(optimizer=actor.optimizer, shards=shards, **own)
+    rollout = TorchGeneratorSpec(**own)
+    return replace(
+        run, workers={**run.workers, "actor": SplitPolicySpec(train=train, rollout=rollout)}
+    )
+
+
+def found(run: runs.Run, placement: Placement, backend: Backend, **schedule: Any) -> str:
+    engine = Engine(
+        run.graph,
+        placement,
+        workers=run.workers,
+        executor=backend.executor(),
+        schedule=Schedule(max_lag=0, **schedule),
+    )
+    with engine:
+        steps = list(engine.run(run.sources, 3))
+        assert len(steps) == 3
+        prints = [step.metrics["reward.score/fingerprint"] for step in steps]
+        return f"{engine.call('actor', 'weights_sha256')} {prints}"
+
+
+def groups(train: DeviceGroup, rollout: DeviceGroup, *, within: bool) -> dict[str, DeviceGroup]:
+    own = replace(rollout, within=train.name) if within else rollout
+    return {"main": train, "rollout": own}
+
+
+PAIRS = {
+    "fsdp2 -> dp2": ("fsdp2", (1, 2, 1), (2, 1), (0, 1)),
+    "tp2 -> dp2": ("fsdp1", (1, 2, 1), (2, 1), (0, 1)),
+    "tp2 -> tp2": ("megatron", (1, 2, 1), (1, 2), (0, 1)),
+    "pp2 -> dp2": ("megatron", (1, 1, 2), (2, 1), (0, 1)),
+    "fsdp4 -> tp2": ("fsdp4", (1, 4, 1), (2, 2), (0, 1, 2, 3)),
+    "tp4 -> tp2": ("megatron", (1, 4, 1), (2, 2), (0, 2, 1, 3)),
+    "tp2 pp2 -> tp2": ("megatron", (1, 2, 2), (2, 2), (0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@ON_RAY_AT_NIGHT
+def test_it_computes_what_groups_that_take_turns_compute(backend: Backend, pair: str) -> None:
+    engine, (ranks, tensor, stages), (replicas, own), order = PAIRS[pair]
+    run = run_of(engine)
+    devices = tuple(range(len(order)))
+    train = DeviceGroup(
+        "main", ranks, tensor_parallel=tensor, pipeline_parallel=stages, devices=devices
+    )
+    rollout = DeviceGroup("rollout", replicas, tensor_parallel=own, devices=order)
+    both = [
+        found(run, run.apart(**groups(train, rollout, within=within), num_chunks=2), backend)
+        for within in (False, True)
+    ]
+    assert both[0] == both[1]

@@ -1,0 +1,98 @@
+"""A second layout of weights in the processes that train them.
+
+HybridFlow, section 5.3: a process makes its part of the second layout of what it holds of the first
+and of what it lacks, which comes from processes that hold it. A transfer plan says what that is, so
+nothing is sent twice. What is exchanged goes from tensor to tensor, through torch.distributed's
+default group, without packets: both sides are one program, and what one process sends is read
+before it trains again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Role
+from ...planner.resharding.plan_transfer import TransferPlan, plan_transfer
+from ...planner.resharding.sharding import Sharding
+from .packets import Part, Tensors, dtype_of, read_view, write_view
+
+
+@lru_cache(maxsize=16)
+def view_plan(source: Sharding, view: Sharding, places: tuple[int, ...]) -> TransferPlan:
+    """Plan what each process lacks; `places` are the numbers of the view's processes."""
+    return plan_transfer(source, view.on([places[process] for process in view.devices]))
+
+
+def gather_view(
+    trained: Role, source: Sharding, worker: Role, places: Sequence[int], process: int
+) -> None:
+    """Give a worker of a view the weights that the processes hold; all of them must ask at once.
+
+    Args:
+        trained: The worker in this process that trains the weights.
+        source: The layout in which all processes hold them.
+        worker: The worker that has them in another layout.
+        places: The number of each of its processes in the group that trains.
+        process: Its own process.
+    """
+    held, wanted = trained.local_tensors(), worker.local_tensors()
+    if held is None or wanted is None:
+        kind = type(trained if held is None else worker).__name__
+        raise WorkerError(
+            f"a {kind} does not say where its weights lie, so no view can be made of them\n    "
+            "give it weights_layout, local_tensors and weights_changed"
+        )
+    plan = view_plan(source, worker.weights_layout(), tuple(places))
+    with torch.no_grad():
+        exchange(plan, places[process], held, wanted)
+    worker.weights_changed()
+
+
+def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) -> None:
+    """Carry a plan out between processes that run at once, bucket by bucket.
+
+    Args:
+        plan: The plan; its devices are numbered as torch.distributed's processes.
+        device: This process.
+        held: Its tensors of the first layout.
+        wanted: Its tensors of the second one, which are filled.
+    """
+    dtype = dtype_of(plan)
+    for bucket in _buckets(plan, device):
+        calls: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, Tensor]] = []
+        for part in bucket:
+            move = part.move
+            if move.is_copy:
+                write_view(part, wanted, dtype).copy_(read_view(part, held))
+            elif move.source == device:
+                sent = read_view(part, held).to(dtype).contiguous()
+                calls.append(dist.P2POp(dist.isend, sent, move.destination))
+            else:
+                place = write_view(part, wanted, dtype)
+                here = place if place.is_contiguous() else torch.empty_like(place).contiguous()
+                calls.append(dist.P2POp(dist.irecv, here, move.source))
+                if here is not place:
+                    arriving.append((place, here))
+        for one in dist.batch_isend_irecv(calls) if calls else ():
+            one.wait()
+        for place, here in arriving:
+            place.copy_(here)
+
+
+def _buckets(plan: TransferPlan, device: int) -> list[list[Part]]:
+    """What a process copies, sends and receives, in an order that all processes share."""
+    found = defaultdict[int, list[Part]](list)
+    for move in plan.moves:
+        if device in (move.source, move.destination):
+            for index in plan.groups[move.group]:
+                param = plan.params[index]
+                found[param.bucket].append(Part(param, move))
+    return [found[bucket] for bucket in sorted(found)]

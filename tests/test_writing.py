@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 # Lines that each folder may have: those it has, rounded up to the next hundred. A change that needs
 # more raises its ceiling here, in sight of its reviewer; one that removes lines lowers it.
 MOST_LINES = {
-    "dataflow": 12_000,
-    "algorithms": 10_700,
-    "planner": 9_100,
-    "workers": 39_400,
+    "dataflow": 12_100,
+    "algorithms": 10_400,
+    "planner": 8_700,
+    "workers": 39_100,
     "configs": 1_300,
-    "launch": 18_100,
+    "launch": 17_900,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

@@ -288,7 +288,7 @@ class Endpoint:
         except import_module("starlette.requests").ClientDisconnect:
             assert sequences is not None, "its body is read last"
             sequences.counts["hung_up"] += 1
-            return _json({}, 499)  # nobody reads it
+            return _json({}, 499)  # the client has gone
         except Refused as refused:
             if sequences is None:
                 self.refused[refused.status] += 1

@@ -229,7 +229,7 @@ class SearchTaskSpec(ToolQuestionsSpec):
     num_towns: PositiveInt = 2000
     """Towns of the world, five sentences each; the questions are about some of them."""
     two_hops: Fraction = 0.0
-    """Share of the questions that take two searches, as the first finds whom to search for next."""
+    """Share of the questions that take two searches, as the first finds the name for the second."""
     num_results: PositiveInt = 1
     """Sentences that a search shows, the best first."""
     max_chars: PositiveInt = 200

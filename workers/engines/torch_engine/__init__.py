@@ -1,4 +1,4 @@
 """The engine of this project itself: whole models in one process, for training and generation.
 
-Models that are divided over processes are computed by the other engines.
+What does not train may be divided over processes; models that train so have the other engines.
 """

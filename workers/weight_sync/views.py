@@ -88,7 +88,7 @@ def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) ->
 
 
 def _buckets(plan: TransferPlan, device: int) -> list[list[Part]]:
-    """What a process copies, sends and receives, in an order that all processes share."""
+    """Parts that a process copies, sends and receives, in an order that all processes share."""
     found = defaultdict[int, list[Part]](list)
     for move in plan.moves:
         if device in (move.source, move.destination):

@@ -203,7 +203,7 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
 # --- what cannot be meant
 
 
-REFUSED = {
+REFUSED: dict[tuple[str, ...], str] = {
     ("cluster.num_nodes=-1",): (
         "'cluster.num_nodes': expected at least 1, got -1\n    num_nodes: Nodes; all equal."
     ),

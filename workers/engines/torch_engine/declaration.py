@@ -162,7 +162,7 @@ _INDEX = 8
 
 
 class TorchMemory(EngineMemory):
-    """Of a layout only the number of ranks and checkpointing matter.
+    """Memory of a layout, of which only the number of ranks and checkpointing matter.
 
     Micro-batches and rows decoded at once are the workers' defaults.
     """

@@ -56,7 +56,7 @@ def test_networks_are_the_workers_with_weights() -> None:
     assert {name for name, spec in ENV_SPECS.items() if hasattr(spec, "network")} == NETWORKS
 
 
-@pytest.mark.parametrize("package", ["dataflow", "algorithms", "algorithms.losses"])
+@pytest.mark.parametrize("package", ["dataflow", "algorithms.losses", "algorithms.roles"])
 def test_every_public_name_of_a_package_is_there(package: str) -> None:
     module = import_module(f"penstock.{package}")
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
@@ -17,6 +20,8 @@ from penstock.workers.rollout.generator_policy import SplitPolicySpec
 
 from ...algorithms import runs
 from .backends import ON_RAY_AT_NIGHT, Backend
+from .mortal import MortalSpec
+from .test_going_back import finish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -93,3 +98,45 @@ def test_it_computes_what_groups_that_take_turns_compute(backend: Backend, pair:
         for within in (False, True)
     ]
     assert both[0] == both[1]
+
+
+def placed(run: runs.Run, *, within: bool) -> Placement:
+    """Two FSDP shards, and two ranks that generate on the same devices."""
+    train = DeviceGroup("main", tensor_parallel=2, devices=(0, 1))
+    rollout = DeviceGroup("rollout", 2, devices=(0, 1))
+    return run.apart(**groups(train, rollout, within=within), num_chunks=2)
+
+
+@pytest.mark.parametrize("options", [{"streaming": 4}, {"segment_tokens": 3}], ids=str)
+def test_responses_are_streamed_and_cut_as_in_turns(
+    spawned: Backend, options: dict[str, Any]
+) -> None:
+    run = run_of("fsdp2")
+    both = [found(run, placed(run, within=own), spawned, **options) for own in (True, False)]
+    assert both[0] == both[1]
+
+
+def test_a_death_changes_nothing(tmp_path: Path, spawned: Backend) -> None:
+    run = run_of("fsdp2")
+    plain = finish(run, placed(run, within=True), spawned.executor())
+    split: Any = run.workers["actor"]
+    mortal = replace(split, train=MortalSpec(split.train, str(tmp_path), "train", (3,)))
+    store = tmp_path / "checkpoints"
+    again = finish(run, placed(run, within=True), spawned.executor(), folder=store, actor=mortal)
+    assert again.weights == plain.weights
+    assert [told.number for told in again.told] == [1]
+
+
+def test_a_group_that_cannot_live_there_is_refused() -> None:
+    run = run_of("fsdp2")
+    given = placed(run, within=True)
+    main, rollout = given.groups
+    wrong = {
+        "'mian', which is not declared; did you mean 'main'": replace(rollout, within="mian"),
+        "on devices [2, 3] and [0, 1]": replace(rollout, devices=(2, 3)),
+    }
+    for said, group in wrong.items():
+        with pytest.raises(PlanError, match=re.escape(said)):
+            flow_of(run.graph, replace(given, groups=(main, group)))
+    with pytest.raises(PlanError, match="set schedule.max_lag=0, have the groups take turns"):
+        flow_of(run.graph, given, Schedule(max_lag=1))

@@ -296,12 +296,12 @@ def test_peft_writes_fan_in_fan_out_for_gpt2_where_it_is_right(tmp_path: Path) -
         (LoraSpec(rank=2, target_modules=("q_proj",), alpha_pattern={"v_proj": 2.0}),
          "lora.patterns: no linear map of the model is called 'v_proj'; did you mean 'q_proj'?\n "
          "   it has: q_proj"),
-        (LoraSpec(rank=33),
-         "'model.lora.rank' is 33, but no adapted map of the model has a higher rank than 32 "
-         "([32, 32])\n    lower it; 16 is usual"),
+        (LoraSpec(rank=49),
+         "'model.lora.rank' is 49, but no adapted map of the model has a higher rank than 48 "
+         "([48, 48])\n    lower it; 16 is usual"),
         (LoraSpec(rank=2, rank_pattern={"q_proj": 100}),
-         "'model.lora.rank' is 100, but no adapted map of the model has a higher rank than 32 "
-         "([32, 32])\n    lower it; 16 is usual"),
+         "'model.lora.rank' is 100, but no adapted map of the model has a higher rank than 48 "
+         "([48, 48])\n    lower it; 16 is usual"),
     ],
 )  # fmt: skip
 def test_adapters_that_fit_nothing_are_refused(spec: LoraSpec, message: str) -> None:

@@ -19,7 +19,7 @@ agree up to rounding, which can change a token whose sample lies on a boundary. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -158,11 +158,22 @@ class Batch:
         place = (start[:, None] + column).where(column < length[:, None], num_tokens - 1)
         place = place.to(self._device)
         self._reserve(capacity)  # no earlier: computing texts takes memory as well
+        self._fill(packed, place, logits[entry[text]], text, into)
+
+    def _fill(
+        self,
+        packed: Sequence[tuple[Tensor, Tensor]],
+        place: Tensor,
+        logits: Tensor,
+        text: Tensor,
+        into: Tensor,
+    ) -> None:
+        """Copy what was computed of texts to the rows; the host waits for nothing of the device."""
+        width = place.shape[1]
         for caches, of_layer in zip(self._cache, packed, strict=True):
             for cache, of_tokens in zip(caches, of_layer, strict=True):
-                cache[into, :, : len(column)] = of_tokens[place].transpose(1, 2)[text]
-                cache[into, :, len(column) :] = 0  # it is multiplied, by 0, before it is written
-        logits = logits[entry[text]]
+                cache[into, :, :width] = of_tokens[place].transpose(1, 2)[text]
+                cache[into, :, width:] = 0  # it is multiplied, by 0, before it is written
         if len(into) == len(self.row):
             self.logits = logits
             return

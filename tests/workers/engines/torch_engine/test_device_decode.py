@@ -10,7 +10,6 @@ import gc
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,14 +234,11 @@ def test_rows_enter_without_a_look_once_their_texts_are_computed():
     backbone = network.backbone
     with fake_batch(network, Sampling(), num_rows=16, positions=64) as batch, CountedOps() as ops:
         shape = (32, backbone.num_key_heads, backbone.head_dim)
-        computed = SimpleNamespace(
-            packed=[(torch.empty(shape, device="cuda"),) * 2 for _ in backbone.layers],
-            place=torch.empty(3, 9, dtype=torch.int64, device="cuda"),
-            logits=torch.empty(16, VOCAB, device="cuda"),
-            entry=torch.empty(3, dtype=torch.int64, device="cuda"),
-        )
+        packed = [(torch.empty(shape, device="cuda"),) * 2 for _ in backbone.layers]
+        place = torch.empty(3, 9, dtype=torch.int64, device="cuda")
+        logits = torch.empty(4, VOCAB, device="cuda")
         text, slots = (torch.empty(4, dtype=torch.int64, device="cuda") for _ in range(2))
-        batch._fill(computed, text, slots)
+        batch._fill(packed, place, logits, text, slots)
         entered = torch.zeros_like(batch.live).index_fill(0, slots, True)
         batch._take(batch.logits, entered)
     assert ops.counts["index_copy_"] == 1

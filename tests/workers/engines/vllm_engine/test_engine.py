@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.vllm_engine import engine as module
 from penstock.workers.engines.vllm_engine.engine import EngineOptions, VllmEngine
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 from torch_models import EOS
@@ -53,10 +51,9 @@ def test_weights_are_copied_to_the_host_only_if_they_are_to_be_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, free = Asked(), iter([(10, 100), (70, 100), (10, 100), (90, 100)])
-    monkeypatch.setattr(module, "_start", lambda folder, options: asked)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(VllmEngine, "_running", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(free))
-    engine = VllmEngine(Path(), OPTIONS)
+    engine = VllmEngine.__new__(VllmEngine)  # as if it had started, on a device that is not here
+    vars(engine).update(_engine=asked, _options=OPTIONS, _asleep=False, _freed_bytes=[])
     assert engine.drops_weights
     assert engine.sleep() == 60
     assert engine.sleep(keep_weights=False) == 0  # it sleeps already

@@ -63,7 +63,7 @@ def found(run: runs.Run, placement: Placement, backend: Backend, **schedule: Any
     with engine:
         steps = list(engine.run(run.sources, 3))
         assert len(steps) == 3
-        prints = [step.metrics["reward.score/fingerprint"] for step in steps]
+        prints = [step.metrics.get("reward.score/fingerprint") for step in steps]
         return f"{engine.call('actor', 'weights_sha256')} {prints}"
 
 
@@ -132,7 +132,9 @@ def test_a_group_that_cannot_live_there_is_refused() -> None:
     given = placed(run, within=True)
     main, rollout = given.groups
     wrong = {
-        "'mian', which is not declared; did you mean 'main'": replace(rollout, within="mian"),
+        "within group 'mian': that is not declared; did you mean 'main'?": replace(
+            rollout, within="mian"
+        ),
         "on devices [2, 3] and [0, 1]": replace(rollout, devices=(2, 3)),
     }
     for said, group in wrong.items():

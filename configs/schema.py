@@ -269,7 +269,7 @@ class RolloutConfig(Section):
     kind: RolloutName = SAME
     """`same`: the engine that trains. Others, options of `rollout=` or `module:ENGINE`, generate
     in processes of their own, which take turns with those that train where they are placed on the
-    same devices."""
+    same devices; `torch` without a lag generates there in the processes that train."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 

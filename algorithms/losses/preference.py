@@ -107,10 +107,8 @@ def dpo_loss(
     rejected = rejected_logprob - ref_rejected_logprob
     if loss_type == "sigmoid_norm" or (loss_type == "ipo" and ipo_length == "average"):
         if chosen_length is None or rejected_length is None:
-            raise ValueError(
-                f"loss_type {loss_type!r} averages over tokens here; pass chosen_length and "
-                "rejected_length"
-            )
+            said = "averages over tokens here; pass chosen_length and rejected_length"
+            raise ValueError(f"loss_type {loss_type!r} {said}")
         chosen = chosen / chosen_length.clamp(min=1)
         rejected = rejected / rejected_length.clamp(min=1)
     h = chosen - rejected

@@ -84,6 +84,17 @@ def divided_sharding(
     return Sharding(devices, tuple(params), tuple(patterns), dtype)
 
 
+def undivided(config: Any, tensor: int) -> str | None:
+    """Name a size of a Hugging Face config that tensor parallelism does not divide, with it."""
+    sizes = {
+        "words": config.vocab_size,
+        "query heads": config.num_attention_heads,
+        "key heads": config.num_key_value_heads,
+        "feed-forward units": config.intermediate_size,
+    }
+    return next((f"{size} {what}" for what, size in sizes.items() if size % tensor), None)
+
+
 def vocabulary_logprob(
     logits: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:

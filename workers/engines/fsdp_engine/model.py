@@ -27,7 +27,7 @@ from ....dataflow.errors import ConfigError, PlanError
 from ...models.architecture import learn_padding
 from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import Head, HeadedModel, ModelSpec
-from ..divided_network import recompute_layers
+from ..divided_network import recompute_layers, undivided
 from ..torch_engine.backbone import is_lean
 from .declaration import DIVIDED_FAMILIES
 from .mesh import ATTENTION, FsdpMesh, attend
@@ -187,18 +187,11 @@ def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, 
             f"'{config.model_type}'; leave engine.options.shards out, so that all processes that "
             "share the model divide it by rows"
         )
-    sizes = {
-        "words": config.vocab_size,
-        "query heads": config.num_attention_heads,
-        "key heads": config.num_key_value_heads,
-        "feed-forward units": config.intermediate_size,
-    }
-    for what, number in sizes.items():
-        if number % tensor:
-            raise PlanError(
-                f"tensor parallelism {tensor} does not divide the {number} {what} of this "
-                f"'{config.model_type}'; take more shards"
-            )
+    if (what := undivided(config, tensor)) is not None:
+        raise PlanError(
+            f"tensor parallelism {tensor} does not divide the {what} of this "
+            f"'{config.model_type}'; take more shards"
+        )
 
 
 def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:

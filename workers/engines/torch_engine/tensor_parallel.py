@@ -34,6 +34,7 @@ from ..divided_network import (
     join_processes,
     known_logits,
     tensor_cut,
+    undivided,
     vocabulary_logprob,
     vocabulary_top,
 )
@@ -58,18 +59,11 @@ def check_divides(model: ModelSpec, tensor: int) -> None:
             f"Qwen2 and Qwen3 with full attention), not of this '{config.model_type}'\n    leave "
             "tensor_parallel of its group at 1"
         )
-    sizes = {
-        "words": config.vocab_size,
-        "query heads": config.num_attention_heads,
-        "key heads": config.num_key_value_heads,
-        "feed-forward units": config.intermediate_size,
-    }
-    for what, number in sizes.items():
-        if number % tensor:
-            raise PlanError(
-                f"tensor_parallel={tensor} does not divide the {number} {what} of this "
-                f"'{config.model_type}'\n    take a number that does"
-            )
+    if (what := undivided(config, tensor)) is not None:
+        raise PlanError(
+            f"tensor_parallel={tensor} does not divide the {what} of this '{config.model_type}'\n"
+            "    take a number that does"
+        )
 
 
 class TensorParallelNetwork(LeanNetwork):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
+from .host_memory import prefer_huge_pages
 from .weight_checks import not_mapped
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
@@ -123,6 +124,7 @@ class FlatParameters:
         num_bytes = self.data.numel() * self.data.element_size()
         if self.data.untyped_storage().nbytes() < num_bytes:
             self.data.untyped_storage().resize_(num_bytes)
+            prefer_huge_pages(self.data)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by others of the same names and shapes."""

@@ -8,6 +8,7 @@ A plain `tensor.to("cuda")` waits until the device has done all that it was give
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -151,6 +152,18 @@ def give_back_freed(device: torch.device) -> None:
     if device.type == "cpu":
         with suppress(OSError, TypeError, AttributeError):  # no C library of that kind, as on macOS
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Have a tensor's memory on the CPU be mapped 2 MiB at a time when it is first written.
+
+    That takes half the time of pages of 4 KiB. Where the system has no such pages, nothing changes.
+    """
+    begin = tensor.data_ptr() + -tensor.data_ptr() % mmap.PAGESIZE
+    num_bytes = tensor.data_ptr() + tensor.nbytes - begin
+    if tensor.device.type == "cpu" and num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        advice = ctypes.c_int(mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
 
 
 def keep_few_kernels() -> None:

@@ -2,9 +2,9 @@
 
 HybridFlow, section 5.3: a process makes its part of the second layout of what it holds of the first
 and of what it lacks, which comes from processes that hold it. A transfer plan says what that is, so
-nothing is sent twice. What is exchanged goes from tensor to tensor, through torch.distributed's
-default group, without packets: both sides are one program, and what one process sends is read
-before it trains again.
+nothing is sent twice. What is exchanged goes from tensor to tensor without packets: read by the
+process that lacks it where both are on the CPUs of one machine, else through torch.distributed's
+default group. All of them take part at once, so none trains before all have what they lack.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Role
-from ...planner.resharding.plan_transfer import TransferPlan, plan_transfer
+from ...planner.resharding.plan_transfer import Move, TransferPlan, plan_transfer
 from ...planner.resharding.sharding import Sharding
 from .packets import Part, Tensors, dtype_of, read_view, write_view
+from .peer_memory import readable
 
 
 @lru_cache(maxsize=16)
@@ -56,7 +57,10 @@ def gather_view(
 
 
 def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) -> None:
-    """Carry a plan out between processes that run at once, bucket by bucket.
+    """Carry a plan out between processes that run at once.
+
+    What a process of this machine holds is read where it lies, straight into its place; the rest is
+    sent, bucket by bucket.
 
     Args:
         plan: The plan; its devices are numbered as torch.distributed's processes.
@@ -65,34 +69,65 @@ def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) ->
         wanted: Its tensors of the second one, which are filled.
     """
     dtype = dtype_of(plan)
-    for bucket in _buckets(plan, device):
+    moves: list[tuple[Move, int]] = []  # with the number of its first part among its source's
+    offers = defaultdict[int, int](int)
+    for move in plan.moves:
+        if not move.is_copy:
+            moves.append((move, offers[move.source]))
+            offers[move.source] += len(plan.groups[move.group])
+        elif move.source == device:
+            for part in _parts(plan, move):
+                write_view(part, wanted, dtype).copy_(read_view(part, held))
+    offered = [
+        read_view(part, held)
+        for move, _ in moves
+        if move.source == device
+        for part in _parts(plan, move)
+    ]
+    # A reader takes what lies there as it is.
+    fit = all(one.dtype == dtype and one.device.type == "cpu" for one in offered)
+    if dist.get_backend() != "gloo":
+        _send(plan, device, held, wanted, [move for move, _ in moves])
+        return
+    with readable(offered if fit else None, max(offers.values(), default=0)) as peers:
+        rest: list[Move] = []
+        for move, first in moves:
+            if move.destination == device and move.source in peers.sources:
+                places = [write_view(part, wanted, dtype) for part in _parts(plan, move)]
+                peers.read(move.source, range(first, first + len(places)), places)
+            elif move.source != device or move.destination not in peers.readers:
+                rest.append(move)
+        _send(plan, device, held, wanted, rest)
+
+
+def _parts(plan: TransferPlan, move: Move) -> list[Part]:
+    return [Part(plan.params[index], move) for index in plan.groups[move.group]]
+
+
+def _send(
+    plan: TransferPlan, device: int, held: Tensors, wanted: Tensors, moves: Sequence[Move]
+) -> None:
+    """Send and receive in an order that all processes share."""
+    dtype = dtype_of(plan)
+    buckets = defaultdict[int, list[Part]](list)
+    for move in moves:
+        if device in (move.source, move.destination):
+            for part in _parts(plan, move):
+                buckets[part.param.bucket].append(part)
+    for number in sorted(buckets):
         calls: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, Tensor]] = []
-        for part in bucket:
-            move = part.move
-            if move.is_copy:
-                write_view(part, wanted, dtype).copy_(read_view(part, held))
-            elif move.source == device:
+        for part in buckets[number]:
+            if part.move.source == device:
                 sent = read_view(part, held).to(dtype).contiguous()
-                calls.append(dist.P2POp(dist.isend, sent, move.destination))
+                calls.append(dist.P2POp(dist.isend, sent, part.move.destination))
             else:
                 place = write_view(part, wanted, dtype)
                 here = place if place.is_contiguous() else torch.empty_like(place).contiguous()
-                calls.append(dist.P2POp(dist.irecv, here, move.source))
+                calls.append(dist.P2POp(dist.irecv, here, part.move.source))
                 if here is not place:
                     arriving.append((place, here))
-        for one in dist.batch_isend_irecv(calls) if calls else ():
+        for one in dist.batch_isend_irecv(calls):
             one.wait()
         for place, here in arriving:
             place.copy_(here)
-
-
-def _buckets(plan: TransferPlan, device: int) -> list[list[Part]]:
-    """Parts that a process copies, sends and receives, in an order that all processes share."""
-    found = defaultdict[int, list[Part]](list)
-    for move in plan.moves:
-        if device in (move.source, move.destination):
-            for index in plan.groups[move.group]:
-                param = plan.params[index]
-                found[param.bucket].append(Part(param, move))
-    return [found[bucket] for bucket in sorted(found)]

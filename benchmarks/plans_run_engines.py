@@ -74,15 +74,13 @@ def construct(
 def _pretend(num_processes: int, process: int) -> None:
     """Make a default process group of which only this process exists."""
     from penstock.workers.engines.fsdp_engine import mesh
-    from penstock.workers.engines.megatron_engine.groups import parallel_state
+    from penstock.workers.engines.megatron_engine import groups
     from penstock.workers.training import data_parallel
 
     if dist.is_initialized():
-        if parallel_state().model_parallel_is_initialized():
-            parallel_state().destroy_model_parallel()
         dist.destroy_process_group()
     # What is kept of the groups of a process belongs to its default group.
-    for module in (mesh, data_parallel):
+    for module in (groups, mesh, data_parallel):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -18,9 +18,9 @@ MOST_LINES = {
     "dataflow": 12_100,
     "algorithms": 10_400,
     "planner": 8_700,
-    "workers": 39_320,
+    "workers": 39_340,
     "configs": 1_300,
-    "launch": 17_900,
+    "launch": 17_930,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

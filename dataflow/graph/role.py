@@ -117,6 +117,9 @@ class Worker:
     def sleep_but_weights(self) -> None:
         """`sleep`, but keep the weights where they are: a view is made of them meanwhile."""
 
+    def wake_weights(self) -> None:
+        """Have the weights alone again after `sleep`, as after `sleep_but_weights`."""
+
     def sleep_empty(self) -> bool:
         """Sleep without keeping weights: they are received again after `wake`, before any call.
 

@@ -325,8 +325,8 @@ class Host:
         raise StateError("this executor moves no slices of weights")
 
     @sets("weights")
-    def gather_view(self, role: str, source: Any, version: int) -> None:
-        """Make a role's weights here of those that the processes train, which `source` lays out."""
+    def hold_view(self, role: str, version: int) -> HostOutcome:
+        """Count a role's weights as this version: they are a view, made as the group woke."""
         raise StateError("this executor has no groups within others")
 
     @sets("weights")

@@ -340,6 +340,7 @@ def flow_of(graph: Graph, placement: Placement, schedule: Schedule | None = None
         trains_per_step=graph.trains_per_step,
         num_chunks=placement.num_chunks,
         sharing=sharing(placement.groups),
+        views=frozenset(group.name for group in views),
     )
 
 

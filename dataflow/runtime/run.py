@@ -212,7 +212,7 @@ class Publication:
         if role not in self._receivers:
             return work(Host.import_weights, role, weights, version)
         if group in self._views:
-            return work(Host.gather_view, role, self._known(role, home).receives, version)
+            return work(Host.hold_view, role, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
         return work(Host.import_slices, role, self._known(role, home).sends, slices, version)
 

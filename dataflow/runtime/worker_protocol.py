@@ -47,6 +47,7 @@ class WorkerContext:
         num_replicas: How many there were when this one was built.
         places: Where the group lives within another one (`DeviceGroup.within`): the number that
             each of its processes has there, and in torch.distributed. Empty if it does not.
+        group: The worker group's name; empty outside of a placement.
 
     If the group has several processes, torch.distributed's default process group is initialized
     and spans exactly them before `build` is called, and so are groups that an engine makes of it.
@@ -65,6 +66,7 @@ class WorkerContext:
     replica: int = 0
     num_replicas: int = 1
     places: tuple[int, ...] = ()
+    group: str = ""
 
     def __post_init__(self) -> None:
         if self.device == "cuda":

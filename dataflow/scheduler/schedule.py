@@ -170,6 +170,8 @@ class Flow:
     num_chunks: int = 1  # Parts in which a step's rows are handled
     # Group -> groups that have some of its devices, and so never work at the same time.
     sharing: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    # Groups whose copies of weights are made anew, of what their home then holds, at each turn
+    views: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for group, num_ranks in self.groups.items():

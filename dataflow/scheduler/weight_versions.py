@@ -105,7 +105,7 @@ class Instance:
     holds: int  # The version it holds
     # The newest version it may hold while the reads outstanding are not done.
     ceiling: int = NO_CEILING
-    # Reads of this instance, the role's own train nodes left out.
+    # Reads of this instance and, of a home, of its views; the role's own train nodes left out.
     rules: list[ReadRule] = field(default_factory=list[ReadRule])
     loading: Load | None = None  # The load queued or running, if any
     # Tasks with all inputs there that wait for a version, by version.
@@ -144,6 +144,10 @@ class Weights:
         for rules in self.rules_of:
             for rule in rules:
                 self._register(rule, first_step)
+        for instance in self.instances.values():
+            # What a view's readers are to read must be at home until they have read it.
+            if instance.group in flow.views:
+                self.home(instance.role).rules += instance.rules
         for instance in self.instances.values():
             instance.ceiling = self.ceiling(instance)
 
@@ -186,8 +190,10 @@ class Weights:
     def frontier_moved(self, index: int) -> list[Task]:
         """`frontier[index]` grew: some versions may have lost their last reader."""
         ready: list[Task] = []
-        for rule in self.rules_of[index]:
-            instance = self.instances[rule.role, rule.group]
+        rules = self.rules_of[index]
+        bound = [self.instances[rule.role, rule.group] for rule in rules]
+        bound += [self.home(rule.role) for rule in rules if rule.group in self._flow.views]
+        for instance in bound:
             before = instance.ceiling
             instance.ceiling = self.ceiling(instance)
             if instance.ceiling != before:

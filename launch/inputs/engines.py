@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...algorithms.roles.language import Policy
+from ...algorithms.roles.language import Policy, RewardModel, ValueModel
 from ...configs.references import entry_or_own, load_object
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RoleConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
@@ -129,6 +129,13 @@ class Engines:
         if node.role is None or node.role in self.own or node.kind is not NodeKind.ROLLOUT:
             return False
         return self.generator(node.role) is not None and issubclass(graph.roles[node.role], Policy)
+
+    def views(self, graph: Graph, node: Node) -> bool:
+        """Return whether a call may read a view of weights that the processes around it train."""
+        if node.role is None or node.role in self.own:
+            return False
+        language = issubclass(graph.roles[node.role], (Policy, ValueModel, RewardModel))
+        return language and self.runs(graph, node).views
 
     def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
         others = {role: pair.planned() for role, pair in self.of_roles.items()}

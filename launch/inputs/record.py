@@ -47,9 +47,9 @@ class Stage:
     # seed; it is the first of `start_mean` if there is one.
     roles: Mapping[str, RoleConfig] = field(default_factory=dict[str, RoleConfig])
     placement: Placement = _LATER  # where its nodes run
-    # role -> fields of its worker's spec that the plan decides
-    planned_options: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict[str, Mapping[str, Any]]
+    # role -> group -> fields of its worker's spec that the plan decides there
+    planned_options: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(
+        default_factory=dict[str, Mapping[str, Mapping[str, Any]]]
     )
 
     @property

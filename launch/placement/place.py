@@ -154,7 +154,7 @@ def with_placement(run: Run, plan: Plan) -> Run:
     for stage in (*stages, replace(main, placement=placement)):
         check_tables(stage.graph, stage.at)
         check_stage(stage, run.config.schedule)
-    options = planned_options(plan, main, run.engines)
+    options = planned_options(plan, main, run.engines, placement)
     main = replace(main, placement=placement, planned_options=options)
     return replace(run, stages=(*stages, main), plan=plan)
 
@@ -172,7 +172,10 @@ def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
     given = run.config.placement
     where = "the plan" if given == AUTO else f"plan file {given}"
     check_layouts(plan, graph, run.engines, where)
-    placement = _with_views(divide_groups(plan, graph, run.engines).placement(graph), graph, run)
+    divided = divide_groups(plan, graph, run.engines, views=_may_view(run))
+    placement = divided.placement(graph)
+    if _may_view(run):
+        placement = _with_views(placement, graph, run.engines)
     used = _used(graph, placement)
     for group in placement.groups:
         if group.name in used:
@@ -189,25 +192,30 @@ def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
     return placement
 
 
-def _with_views(placement: Placement, graph: Graph, run: Run) -> Placement:
-    """Have what only generates live in the processes that train on the same devices.
+def _may_view(run: Run) -> bool:
+    """Return whether groups may live within others; with a lag older weights are needed."""
+    schedule = run.config.schedule
+    processes = executor_kind(run.executor.kind).has_processes
+    return processes and not (schedule.max_lag or schedule.in_flight)
 
-    With a lag it needs weights that are no longer there, so that the groups take turns.
-    """
-    schedule, engines = run.config.schedule, run.engines
-    if schedule.max_lag or schedule.in_flight or not executor_kind(run.executor.kind).has_processes:
-        return placement
+
+def _with_views(placement: Placement, graph: Graph, engines: Engines) -> Placement:
+    """Have what generates and evaluates live in the processes that train on the same devices."""
     groups: list[DeviceGroup] = []
     for group in placement.groups:
         here = [node for node in graph.nodes if placement.nodes.get(node.name) == group.name]
-        apart = all(engines.apart(graph, n) and engines.runs(graph, n).views for n in here)
-        homes = {placement.home(graph, node.role or "") or "" for node in here}
-        home = next((g for g in placement.groups if {g.name} == homes - {group.name}), None)
-        alike = home is not None and set(home.devices) == set(group.devices) != set()
-        if home is None or not (apart and alike):
+        read = {one.role for node in here for one in node.reads}
+        trained = [n for n in here if any(placement.home(graph, one.role) for one in n.reads)]
+        homes = {placement.home(graph, role) for role in read} - {None}
+        home = next((g for g in placement.groups if {g.name} == homes), group)
+        alike = set(home.devices) == set(group.devices) != set()
+        keeps = any(graph.roles[role].keeps_state for role in read)
+        able = all(engines.views(graph, node) for node in trained)
+        if home is group or keeps or not (alike and able):
             groups.append(group)
             continue
-        devices = _strided(home, group.tensor_parallel)
+        apart = all(engines.apart(graph, node) for node in here)
+        devices = _strided(home, group.tensor_parallel) if apart else home.devices
         groups.append(replace(group, within=home.name, devices=devices))
     return replace(placement, groups=tuple(groups))
 
@@ -309,10 +317,13 @@ class _Kind(NamedTuple):
     generates: bool  # whether that is the case
     tensor_parallel: int
     pipeline_parallel: int
+    own: str = ""  # role and layout of calls that are computed apart from others of their role
 
     def name(self, group: str, beside: Sequence[_Kind]) -> str:
         if self == beside[0]:
             return group
+        if self.own:
+            return f"{group}-{self.own}"
         alike = (kind.engine for kind in beside if kind.generates == self.generates)
         of = "" if set(alike) == {self.engine} else f"-{self.engine}"
         sizes = f"tp{self.tensor_parallel}pp{self.pipeline_parallel}"
@@ -334,11 +345,12 @@ def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> Non
             )
 
 
-def divide_groups(plan: Plan, graph: Graph, engines: Engines) -> Plan:
+def divide_groups(plan: Plan, graph: Graph, engines: Engines, *, views: bool = False) -> Plan:
     """The plan with a group for every kind of process.
 
     The first kind of a group, the one that trains if there is any, keeps its name and whatever
-    does not say what it needs. Groups that nothing is to be divided in stay as they are.
+    does not say what it needs. Groups that nothing is to be divided in stay as they are. With
+    `views` calls that may read a view of weights have a group that nothing else is in.
     """
     groups: list[GroupPlan] = []
     nodes = dict(plan.nodes)
@@ -349,7 +361,7 @@ def divide_groups(plan: Plan, graph: Graph, engines: Engines) -> Plan:
             for node in graph.nodes
             if node.kind is not NodeKind.SOURCE and plan.group_of(node) == group.name
         ]
-        kinds = {node.name: _kind(node, group, plan, graph, engines) for node in here}
+        kinds = {node.name: _kind(node, group, plan, graph, engines, views) for node in here}
         trained = [kinds[node.name] for node in here if node.kind is NodeKind.TRAIN]
         every = [kind for kind in dict.fromkeys([*trained, *kinds.values()]) if kind is not None]
         fields = dict(group)
@@ -377,7 +389,9 @@ def divide_groups(plan: Plan, graph: Graph, engines: Engines) -> Plan:
     )
 
 
-def _kind(node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engines) -> _Kind | None:
+def _kind(
+    node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engines, views: bool
+) -> _Kind | None:
     apart, role, layout = engines.apart(graph, node), node.role or "", plan.layouts.get(node.name)
     trains = (
         node.kind is NodeKind.TRAIN
@@ -389,7 +403,31 @@ def _kind(node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engin
     sizes = (group.tensor_parallel, group.pipeline_parallel)
     if layout is not None:
         sizes = engines.runs(graph, node).division(layout)
-    return _Kind(role if apart else engines.trainer(role).name, apart, *sizes)
+    if apart:
+        return _Kind(role, apart, *sizes)
+    own = "" if layout is None else _own(node, layout, plan, graph, engines, views)
+    return _Kind(engines.trainer(role).name, apart, *sizes, own)
+
+
+def _own(
+    node: Node, layout: Layout, plan: Plan, graph: Graph, engines: Engines, views: bool
+) -> str:
+    """Role and layout of a call for which a role's worker in a group is not enough; else ""."""
+    calls = [
+        other
+        for other in graph.nodes
+        if other.role == node.role and other.name in plan.layouts
+        if plan.group_of(other) == plan.group_of(node) and not engines.apart(graph, other)
+    ]
+    first = min(calls, key=lambda other: other.kind is not NodeKind.TRAIN)
+    engine, of_first = engines.runs(graph, node), plan.layouts[first.name]
+    options, others = engine.options(layout), engine.options(of_first)
+    alike = engine.division(layout) == engine.division(of_first)
+    same = all(others.get(key, value) == value for key, value in options.items())
+    viewed = views and first.kind is NodeKind.TRAIN and engines.views(graph, node)
+    if (alike and same) or not (alike or viewed):
+        return ""
+    return f"{node.role}-{layout}".replace(" ", "-")
 
 
 def check_devices(plan: Plan, cluster: ClusterSpec) -> None:
@@ -569,22 +607,26 @@ def _best(
     if not found:
         raise refused[0]
     best = min(found, key=lambda plan: plan.prediction.step_time_s if plan.prediction else inf)
-    divided = divide_groups(best, graph, run.engines)
+    divided = divide_groups(best, graph, run.engines, views=_may_view(run))
     ranks = [group.device_group.num_ranks for group in divided.groups]
     chunks = lcm(*ranks) // max(ranks)
     return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
 
 
-def planned_options(plan: Plan, step: Stage, engines: Engines) -> dict[str, dict[str, Any]]:
-    """Role -> fields of its worker's spec that the plan decides, for the engine that trains."""
+def planned_options(
+    plan: Plan, step: Stage, engines: Engines, placement: Placement
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Role -> group -> fields of the spec of what trains and evaluates, as the plan decides."""
     graph = step.graph
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def fields(node: Node) -> dict[str, Any]:
+        return found.setdefault(node.role or "", {}).setdefault(placement.nodes[node.name], {})
+
     for name, tokens in plan.micro_batch_tokens.items():
-        role = graph[name].role
-        if role is not None:  # the least of its calls: all of them share one worker
-            own = found.setdefault(role, {})
-            own["micro_batch_tokens"] = min(tokens, own.get("micro_batch_tokens", tokens))
-    said: dict[tuple[str, str], str] = {}
+        # The least of the calls that share a worker.
+        own = fields(graph[name])
+        own["micro_batch_tokens"] = min(tokens, own.get("micro_batch_tokens", tokens))
     for name, layout in plan.layouts.items():
         node, role = graph[name], graph[name].role
         if role is None or engines.apart(graph, node):
@@ -601,11 +643,7 @@ def planned_options(plan: Plan, step: Stage, engines: Engines) -> dict[str, dict
                         f"makes it {value}\n"
                         "    leave it out, or place the run by hand: executor.groups"
                     )
-            other = said.setdefault((role, key), name)
-            if found.setdefault(role, {}).setdefault(key, value) != value:
-                raise PlanError(
-                    f"the layouts of '{other}' and '{name}' ask for {key}={found[role][key]} "
-                    f"and {key}={value}, but one role has one {key}\n"
-                    "    give its calls the same layout"
-                )
+            assert fields(node).setdefault(key, value) == value, (
+                "its calls have groups of their own"
+            )
     return found

@@ -210,7 +210,8 @@ class _Asked:
         engines, role = self.run.engines, work.call.role
         if engines.apart(self.run.main.graph, work.node):
             return {**engines.rollout_options_of(role), **rollout}
-        planned = self.run.main.planned_options.get(role, {})
+        group = self.run.main.placement.nodes[work.node.name]
+        planned = self.run.main.planned_options.get(role, {}).get(group, {})
         own = self.run.main.roles[role].options
         changed = rollout if work.call.kind == "generate" else {}
         return {**planned, **engines.options_of(role), **train, **own, **changed}

@@ -32,6 +32,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_sp
 from ...workers.agents.environment import TASK_AGENTS
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
+from ...workers.engines.roles import RecipeByGroup
 from ...workers.models.model_folder import mean_folder
 from ...workers.models.spec import HeadName, ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
@@ -310,12 +311,20 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
         return env_worker(worker, run, start, optimizer, options, section.init_offset)
     model, engines = given["model"](), run.engines
     given["model"] = lambda: model
-    options = {**stage.planned_options.get(role, {}), **engines.options_of(role), **options}
+    options = {**engines.options_of(role), **options}
+    planned = {g: {**p, **options} for g, p in stage.planned_options.get(role, {}).items()}
+    if planned:  # of what trains, or the first
+        home = stage.placement.home(stage.graph, role) or next(iter(planned))
+        options = planned.pop(home, options)
     adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
     given |= {name: (lambda value=value: value) for name, value in adapters.items()}
     if role not in stage.graph.learning_roles:
         del given["optimizer"]
-    trained = _filled(spec_class(engines.trainer(role), worker), options, given)
+    kind = spec_class(engines.trainer(role), worker)
+    trained = _filled(kind, options, given)
+    others = {g: _filled(kind, own, given) for g, own in planned.items() if own != options}
+    if others:
+        trained = RecipeByGroup(trained, others)
     rollout = engines.generator(role) if worker == "policy" else None
     if rollout is None:
         return trained
@@ -599,6 +608,7 @@ def check_groups(run: Run) -> None:
                         tensor_parallel=group.tensor_parallel,
                         pipeline_parallel=group.pipeline_parallel,
                         methods=stage.placement.methods(stage.graph, group.name, role),
+                        group=group.name,
                     )
                     check(context)
 

@@ -257,7 +257,6 @@ def refusals(part: Part) -> None:
         "train": lambda: train_policy(policy, load_batch(part.folder)),
         "names": lambda: policy.load_weights({**weights, "extra": torch.zeros(1)}),
         "shape": lambda: policy.load_weights(longer),
-        "sizes": lambda: part.build(biased, "actor", pipeline_parallel=2, tensor_parallel=1),
     }
     models = {"gpt2": gpt2, "biased": biased, "odd": odd, "one_key": one_key, "yarn": yarn}
     models["window"] = window

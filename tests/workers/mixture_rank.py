@@ -104,7 +104,6 @@ def refusals(part: MixturePart) -> None:
         "dense": (tiny("qwen2"), 2),
         "three": ({**tiny("mixtral"), "num_local_experts": 3}, 2),
         "places": (tiny("mixtral"), 3),
-        "sizes": (tiny("mixtral"), 1),
         "sparse": (sparse, 2),
         "only": ({**tiny("qwen2_moe"), "mlp_only_layers": [1]}, 2),
         "noise": ({**tiny("mixtral"), "router_jitter_noise": 0.1}, 2),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import PlanError
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
 from ..training.checkpoint_files import HoldsWeights, gather_weights
@@ -216,6 +216,19 @@ def join_processes(context: WorkerContext) -> None:
     dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
 
 
+def check_order(processes: Sequence[int]) -> None:
+    """Refuse processes of a view (`WorkerContext.places`) that torch.distributed would reorder.
+
+    Raises:
+        PlanError: If it would: it numbers a group's processes as those around them are.
+    """
+    if [*processes] != sorted(processes):
+        raise PlanError(
+            f"processes {list(processes)} are to divide a model in this order\n    name the "
+            "devices of a rank in ascending order of the processes around them"
+        )
+
+
 def sum_parts(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Add tensors up over processes, in place and together."""
     if parts:
@@ -288,15 +301,6 @@ class DividedNetwork:
 
     def weights_changed(self) -> None:
         """Nothing is derived from them."""
-
-    def drop_weights(self) -> int:
-        raise ConfigError(
-            "no view of weights is had in this engine\n    have the group take turns instead "
-            "(leave `within` out), or give it engine=torch"
-        )
-
-    def take_weights(self) -> None:
-        """They are never dropped."""
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         # No process is left idle without need.

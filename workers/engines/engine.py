@@ -97,8 +97,8 @@ class EngineKind:
     generates: bool = False
     """Whether a policy that it trains is sampled from in the same worker."""
     views: bool = False
-    """Whether what generates apart may live in the processes that train, on a view of the weights
-    there (`DeviceGroup.within`)."""
+    """Whether what it generates apart or evaluates in another layout may live in the processes that
+    train, on a view of the weights there (`DeviceGroup.within`)."""
     merges_adapters: bool = False
     """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None

@@ -7,7 +7,8 @@ own options, which say how its network is made; what stands in both may be set b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from ...algorithms.roles.language_tables import (
     ValueOutput,
 )
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, add_metrics
+from ...dataflow.graph.role import Loss, Role, add_metrics
 from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.spec import Head, ModelSpec
@@ -57,6 +58,10 @@ class Recipe:
     offload: bool = False
     """Whether the model waits in host memory while none of its calls runs."""
 
+    def optimizer_on(self, context: WorkerContext) -> OptimizerSpec | None:
+        """The optimizer on the group that trains the role; others only evaluate it."""
+        return self.optimizer if "train" in context.methods or not context.methods else None
+
     def check_group(self, context: WorkerContext) -> None:
         """Refuse a worker group that the model cannot be built on, without building anything.
 
@@ -75,6 +80,24 @@ class Recipe:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class RecipeByGroup:
+    """Recipe for a role that some groups evaluate in a layout of their own."""
+
+    trained: Recipe
+    evaluated: Mapping[str, Recipe]  # Group -> how it does
+
+    def build(self, context: WorkerContext) -> Role:
+        recipe: Any = self._on(context)
+        return recipe.build(context)
+
+    def check_group(self, context: WorkerContext) -> None:
+        self._on(context).check_group(context)
+
+    def _on(self, context: WorkerContext) -> Recipe:
+        return self.evaluated.get(context.group, self.trained)
+
+
 class LanguageWorker(ModelWorker):
     """A language model under a head, without the calls of a role."""
 
@@ -85,7 +108,7 @@ class LanguageWorker(ModelWorker):
         super().__init__(
             context,
             self.network,
-            recipe.optimizer,
+            recipe.optimizer_on(context),
             recipe.micro_batch_tokens,
             offload=recipe.offload,
         )

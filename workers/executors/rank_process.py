@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +25,16 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.columns import Packed, Part
 from ...dataflow.runtime.executor import Program, WorkerLost, build_role, methods_of
 from ...dataflow.runtime.host import Host, HostOutcome
-from ...dataflow.runtime.messages import HeldLayout, RankWork, Report, Result, work
+from ...dataflow.runtime.messages import HeldLayout, RankWork, Report, Result
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import (
     WorkerContext,
     close_workers,
-    on_device,
     sleep_offloaded,
-    sleep_workers,
     wake_workers,
 )
+from ...planner.resharding.sharding import Sharding
 from ..inference.link import InferenceClient, InferenceServer
 from ..weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, ChannelEnd, Offer, WeightChannel
 from ..weight_sync.packets import SliceTraffic
@@ -65,12 +65,11 @@ class SliceHost(Host):
         process: int,
         traffic: SliceTraffic,
         channel: WeightChannel,
-        trained: Mapping[str, Role] | None = None,
-        places: Sequence[int] = (),
+        woke_s: Mapping[str, float],
     ) -> None:
         super().__init__(*given)
-        self._trained, self._places = trained or {}, places
         self._process, self._traffic, self._channel = process, traffic, channel
+        self._woke_s = woke_s  # Role -> when making its view began; seconds since the epoch
 
     @override
     def check_version(self, role: str, version: int) -> None:
@@ -87,12 +86,9 @@ class SliceHost(Host):
         return HostOutcome(weights=self._channel.publish(packets))
 
     @override
-    def gather_view(self, role: str, source: Any, version: int) -> None:
-        worker = self.roles[role]
-        self._traffic.hold(role, worker, None)  # until all of them are there
-        with self.served_weights.changing(role, version), on_device([self._trained[role]]):
-            gather_view(self._trained[role], source, worker, self._places, self._process)
-            self._traffic.hold(role, worker, version)
+    def hold_view(self, role: str, version: int) -> HostOutcome:
+        self._traffic.hold(role, self.roles[role], version)
+        return HostOutcome(start_s=self._woke_s[role])
 
     @override
     def import_slices(self, role: str, source: Any, slices: tuple[Any, ...], version: int) -> None:
@@ -125,6 +121,8 @@ class RankProcess:
         # The process of the group that this one lives within, and those that live within this one.
         self._around, self._places = around, places
         self._within: dict[str, RankProcess] = {}
+        self._views: dict[str, Sharding] = {}  # Role that is trained around it -> how it lies there
+        self._woke_s: dict[str, float] = {}
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
@@ -215,23 +213,18 @@ class RankProcess:
                 process=self._process,
                 traffic=self._traffic,
                 channel=self._channel,
-                trained={} if self._around is None else self._around._roles,
-                places=self._places,
+                woke_s=self._woke_s,
             )
-            if self._around is not None:
-                self._begin_views(key, program)
+            for name in names:
+                if (
+                    self._around
+                    and program.placement.home(program.graph, name) == self._group.within
+                ):
+                    self._views[name] = self._around._roles[name].weights_layout()
             for role, server in program.placement.serving(program.graph):
                 if server == self._group.name:
                     self._served_weights.add(role, program.graph.roles[role], self._roles[role])
         sleep_offloaded(self._roles.values())
-
-    def _begin_views(self, key: str, program: Program) -> None:
-        """Have roles that are trained around this group come from there when it has its turn."""
-        for role in program.placement.hosted_roles(program.graph, self._group.name):
-            home = program.placement.home(program.graph, role)
-            if role not in self._imported and home == self._group.within and self._around:
-                layout = self._around._roles[role].weights_layout()
-                self._imported[role] = key, work(Host.gather_view, role, layout, 0)
 
     def serve(self, token: str, before: Address | None) -> Address:
         """Answer inference requests from now on, on this process's own address; where that is."""
@@ -267,21 +260,28 @@ class RankProcess:
             methods_of(programs, group.name, role),
             *self._replica,
             self._places,
+            group.name,
         )
 
-    def sleep(self) -> None:
-        """Give up the device; whatever needs it is refused until `wake`."""
+    def sleep(self, to: str = "") -> None:
+        """Give the device up to a group, `to`; whatever needs it is refused until `wake`."""
         self._sleeps = "it was not woken"
-        # Weights that came from another group are not kept, if the worker can do without: they come
-        # again, or newer ones. Their last offer stands until they have come from the next.
-        viewed = {name for guest in self._within.values() for name in guest._imported}
+        viewed = self._within[to]._views if to in self._within else {}
         for name, role in self._roles.items():
             if name in viewed:
                 role.sleep_but_weights()
+            elif name in self._views and role.sleep_empty():
+                continue
+            # Weights that came from another group are not kept either, if the worker can do
+            # without: they come again, or newer ones. Their last offer stands until then.
             elif name in self._imported and role.sleep_empty():
                 self._emptied.add(name)
             else:
-                sleep_workers([role])
+                role.sleep()
+        if self._around is not None and to != self._around._group.name:
+            self._around.sleep(
+                to
+            )  # its weights lie on the device as long as views are made of them
 
     def wake(self, asleep: Sequence[Ref]) -> None:
         """Take the device back once others have given it up."""
@@ -290,9 +290,23 @@ class RankProcess:
                 with contextlib.suppress(ProcessDied):  # The dead hold nothing.
                     self._home.get([one], self._deadline_s)
             wake_workers(self._roles.values())
+            for role in self._views:
+                self._make_view(role)
             self._sleeps = ""
         except Exception:  # noqa: BLE001 - told when work is asked for next; this answer is not read
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
+
+    def _make_view(self, role: str) -> None:
+        """Give a role the weights that the processes around train; all of them must, at once.
+
+        They cannot change until this group sleeps, so one view serves all calls until then.
+        """
+        assert self._around is not None
+        trained, self._woke_s[role] = self._around._roles[role], time.time()
+        trained.wake_weights()
+        layout, worker = self._views[role], self._roles[role]
+        gather_view(trained, layout, worker, self._places, self._process)
+        sleep_offloaded([trained])
 
     def perform(self, program: str, work: RankWork, leads: bool) -> RankAnswer:
         """Do one piece of work; outputs stay in this process's store."""
@@ -326,14 +340,13 @@ class RankProcess:
                 raise WorkerError(f"{where} sleeps; {self._sleeps}")
             # Other roles that have slept without weights need their last ones again; what this very
             # call brings need not come twice.
-            brings = work.method in (Host.import_slices, Host.gather_view)
-            brought = work.arguments[0] if brings else None
+            brought = work.arguments[0] if work.method is Host.import_slices else None
             for role in sorted(self._emptied - {brought}):
                 before, last = self._imported[role]
                 self._hosts[before].perform(last)
                 self._emptied.discard(role)
         result = self._hosts[program].perform(work)
-        if work.method in (Host.import_slices, Host.gather_view):
+        if work.method is Host.import_slices:
             role = work.arguments[0]
             self._imported[role] = program, work
             self._emptied.discard(role)

@@ -271,7 +271,7 @@ class Supervisor(Executor):
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
         change = self._sharing.hand_off(group)
         for name in change.sleep:
-            self._asleep[name] = self._groups[name].call_all("sleep")
+            self._asleep[name] = self._groups[name].call_all("sleep", group)
         if change.wake is not None and not awake:
             self._groups[change.wake].call_all("wake", self._given_up(group))
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
-from .host_memory import prefer_huge_pages
 from .weight_checks import not_mapped
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
@@ -112,19 +111,6 @@ class FlatParameters:
             else:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
         return self.grad
-
-    def drop(self) -> int:
-        """Give the buffer's memory up until `take`, bytes; whatever views it stays a view of it."""
-        num_bytes = self.data.untyped_storage().nbytes()
-        self.data.untyped_storage().resize_(0)
-        return num_bytes
-
-    def take(self) -> None:
-        """Have the memory again, with numbers that are none; nothing if it was not dropped."""
-        num_bytes = self.data.numel() * self.data.element_size()
-        if self.data.untyped_storage().nbytes() < num_bytes:
-            self.data.untyped_storage().resize_(num_bytes)
-            prefer_huge_pages(self.data)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by others of the same names and shapes."""

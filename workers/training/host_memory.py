@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -100,6 +100,7 @@ class HostCopy:
         """Put everything back, bit for bit; what was void holds anything."""
         for storage, size in self._void:
             storage.resize_(size)
+            prefer_huge_pages(_bytes(storage))
         with torch.no_grad():
             for (storage, size), parts in zip(self._kept, self._parts(), strict=True):
                 storage.resize_(size)
@@ -113,6 +114,11 @@ class HostCopy:
 
     def _parts(self) -> Iterator[list[Tensor]]:
         return cut_pieces(self._pieces, [size for _, size in self._kept])
+
+
+def dropped(tensors: Collection[Tensor]) -> HostCopy:
+    """Give up the memory of tensors that will be written before they are read again."""
+    return HostCopy(tensors, next(iter(tensors)).device.type, void=tensors)
 
 
 def cut_pieces(pieces: Sequence[Tensor], sizes: Iterable[int]) -> Iterator[list[Tensor]]:
@@ -139,8 +145,11 @@ def _storages(tensors: Iterable[Tensor], device: str) -> dict[int, torch.Untyped
 
 def _cut(storage: torch.UntypedStorage, parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """A storage's bytes in parts as long as these."""
-    every = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return every.split([len(part) for part in parts])
+    return _bytes(storage).split([len(part) for part in parts])
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def give_back_freed(device: torch.device) -> None:

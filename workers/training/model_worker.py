@@ -37,7 +37,7 @@ from .checkpoint_files import (
 )
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256
-from .host_memory import HostCopy, give_back_freed, on_host, sent
+from .host_memory import HostCopy, dropped, give_back_freed, on_host, sent
 from .logprob_mismatch import MismatchLimits
 from .network import MicroBatches, Network
 from .optimizer import OptimizerSpec
@@ -64,12 +64,14 @@ class ModelWorker(Worker):
         offload: bool = False,
     ) -> None:
         self.context = context
-        self.offload = offload
+        self.offload = offload and not context.places  # a view is dropped between its calls
         self.device = network.device  # Where the weights lie
         self.metrics: dict[str, Metric] = {}
         self._network = network
         self._micro_batch_tokens = micro_batch_tokens
-        self._host_copy: HostCopy | None = None
+        # Weights that sleep, and what else does
+        self._weights_copy: HostCopy | None = None
+        self._states_copy: HostCopy | None = None
         self._state_files = StateFiles()
         self._restarts = optimizer is not None and optimizer.restart_every_call
         self._trainer: Trainer[Any] | None = None
@@ -210,13 +212,14 @@ class ModelWorker(Worker):
         On a CPU there is no other memory to move to, and nothing is done, unless it is told to wait
         there: then what a GPU would do is done.
         """
-        if self._host_copy is None:
-            self._host_copy = self._moved(self.device_tensors())
+        self.sleep_but_weights()
+        if self._weights_copy is None:
+            self._weights_copy = self._moved(self.device_tensors())  # what is left of them
 
     def sleep_but_weights(self) -> None:
-        if self._host_copy is None:
+        if self._states_copy is None:
             states = [] if self._trainer is None else self._trainer.optimizer.buffers
-            self._host_copy = self._moved([*self._network.gradients(), *states])
+            self._states_copy = self._moved([*self._network.gradients(), *states])
 
     def _moved(self, tensors: list[Tensor]) -> HostCopy:
         self._state_files.keep()
@@ -229,12 +232,19 @@ class ModelWorker(Worker):
         """Give up the weights of a view (`DeviceGroup.within`) until they come again."""
         if not self.context.places:
             return False
-        self._network.drop_weights()
+        if self._weights_copy is None:
+            self._network.weights_changed()  # so that nothing gathered of them is kept
+            self._weights_copy = dropped(self._network.tensors().values())
         return True
 
+    def wake_weights(self) -> None:
+        kept, self._weights_copy = self._weights_copy, None
+        if kept is not None:
+            kept.restore()
+
     def wake(self) -> None:
-        self._network.take_weights()
-        kept, self._host_copy = self._host_copy, None
+        self.wake_weights()
+        kept, self._states_copy = self._states_copy, None
         if kept is not None:
             kept.restore()
 

@@ -69,17 +69,6 @@ class Network(Protocol):
     def weights_changed(self) -> None:
         """Weights were written from outside."""
 
-    def drop_weights(self) -> int:
-        """Give up the memory of weights that are not trained here, until `take_weights`; bytes.
-
-        Raises:
-            ConfigError: If they cannot be had again.
-        """
-        ...
-
-    def take_weights(self) -> None:
-        """Have memory for all weights, which are to be written next."""
-
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
         """The optimizer of these weights."""
         ...
@@ -223,12 +212,6 @@ class WholeNetwork:
 
     def weights_changed(self) -> None:
         """Nothing here is derived from the weights."""
-
-    def drop_weights(self) -> int:
-        return self.flat.drop()
-
-    def take_weights(self) -> None:
-        self.flat.take()
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
         return AdamW(self.flat.data, spec)

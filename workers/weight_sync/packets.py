@@ -503,8 +503,8 @@ class SliceTraffic:
             if at.type == "cuda":  # what is read must not be overwritten before
                 torch.cuda.synchronize(at)
 
-    def hold(self, role: str, worker: Worker, version: int | None) -> None:
-        """Note that all weights have come by another way than packets; None while they do."""
+    def hold(self, role: str, worker: Worker, version: int) -> None:
+        """Note that all weights have come by another way than packets."""
         self.expect(role, worker)
         self._held[role].version = version
 

@@ -114,6 +114,30 @@ def test_grpo_synchronous_on_one_group() -> None:
     assert d.scheduler.done
 
 
+def test_a_home_trains_only_once_its_views_have_been_read() -> None:
+    flow = Flow(
+        "read_late",
+        (
+            FlowNode("prompts", "source"),
+            FlowNode("slow", "op", False, "cpu", ("prompts",)),
+            FlowNode("logprob", "forward", False, "view", ("slow",), (WeightRead("actor"),)),
+            FlowNode("train", "train", False, "gpu", ("prompts",), trains="actor"),
+        ),
+        dict.fromkeys(("cpu", "gpu", "view"), 1),
+        {"actor": "gpu"},
+        {"actor": 1},
+        sharing={"gpu": frozenset({"view"}), "view": frozenset({"gpu"})},
+    )
+    copied = Driver(flow, Schedule(), 1)
+    copied.start()
+    assert copied.ready(0) == [call("slow", 0, None), train(0, 0)]
+    d = Driver(replace(flow, views=frozenset({"view"})), Schedule(), 1)
+    d.start()
+    assert d.ready(0) == [call("slow", 0, None)]
+    assert call("logprob", 0, None, actor=0) in d.done("slow", 0)
+    assert train(0, 0) in d.done("logprob", 0)
+
+
 def test_one_step_ahead_on_one_group_generates_before_it_trains() -> None:
     d = Driver(grpo(), Schedule(max_lag=1), 3)
     assert d.start() == [AdmitStep(0), AdmitStep(1)]

@@ -77,6 +77,32 @@ def test_our_own_generation_lives_in_the_processes_that_train() -> None:
     assert not any(group.within for group in later.groups)
 
 
+VIEWED = Plan(
+    groups=(GroupPlan(name="all", devices=(0, 1)),),
+    layouts={
+        "actor.generate": Layout(dp=2),
+        "actor.train": Layout(tp=2),
+        "critic.value": Layout(dp=2),
+        "critic.train": Layout(pp=2),
+        "ref.logprob": Layout(tp=2),
+    },
+)
+
+
+def test_calls_in_another_layout_live_in_the_processes_that_train(tmp_path: Path) -> None:
+    words = ("rollout=torch", written(tmp_path, VIEWED))
+    groups = {group.name: group for group in placed(*words).groups}
+    assert {name: (group.within, group.num_ranks) for name, group in groups.items()} == {
+        "all": ("", 1),
+        "all-tp1pp2": ("", 1),
+        "all-rollout": ("all", 2),
+        "all-critic-dp2": ("all-tp1pp2", 2),
+    }
+    later = placed(*words, "schedule.max_lag=1")
+    assert not any(group.within for group in later.groups)
+    assert later.nodes["critic.value"] == "all-tp1pp1"
+
+
 def test_places_of_a_view_lie_where_their_part_is_trained() -> None:
     placement = placed(
         "rollout=torch",

@@ -20,7 +20,7 @@ from penstock.dataflow.graph.tracer import build
 from penstock.launch.inputs.run import Run
 from penstock.launch.placement.place import check_layouts, choose, divide_groups, planned_options
 from penstock.launch.stages.prepare import build_stages
-from penstock.launch.stages.worker_specs import check_options
+from penstock.launch.stages.worker_specs import check_options, worker_spec
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
@@ -30,6 +30,7 @@ from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.search.pins import Pins
 from penstock.workers.engines.registry import ENGINES, rollouts, trainers
+from penstock.workers.engines.roles import RecipeByGroup
 
 from .test_place import calibration, config_of
 
@@ -164,9 +165,9 @@ def test_a_plan_is_one_that_its_engines_run(
         runner = run.engines.runs(step, node)
         assert runner.why_not(layout, CALL_KINDS[node.kind], model) is None
     check_layouts(plan, step, run.engines, "the plan")
-    planned_options(plan, replace(run.main, graph=step), run.engines)
     groups = divide_groups(plan, step, run.engines)
     placement = groups.placement(step)
+    planned_options(plan, replace(run.main, graph=step), run.engines, placement)
     for name, layout in plan.layouts.items():
         group = placement.group(placement.nodes[name])
         processes = group.num_ranks * group.tensor_parallel * group.pipeline_parallel
@@ -194,11 +195,9 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     )
     layout = plan.layouts["actor.train"]
     assert (layout.zero, layout.tp, layout.dp) == (3, 1, 4)
-    assert (
-        planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]["shards"]
-        == layout.dp
-    )
     placement = divide_groups(plan, step, run.engines).placement(step)
+    options = planned_options(plan, replace(run.main, graph=step), run.engines, placement)
+    assert options["actor"][placement.nodes["actor.train"]]["shards"] == layout.dp
     groups = {name: placement.group(group) for name, group in placement.nodes.items()}
     assert (groups["actor.train"].num_ranks, groups["actor.train"].tensor_parallel) == (1, 4)
     assert groups["actor.train"].name == groups["ref.logprob"].name
@@ -224,12 +223,13 @@ def test_rows_are_shared_where_that_is_asked_for() -> None:
     layout = plan.layouts["actor.train"]
     assert (layout.tp, layout.dp, layout.cp) == (1, 2, 2)
     assert layout.zero in ENGINES["fsdp"].planned.zero_stages
-    options = planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]
-    assert (options["shards"], options["context_parallel"]) == (4, 2)
+    placement = divide_groups(plan, step, run.engines).placement(step)
+    home = placement.nodes["actor.train"]
+    options = planned_options(plan, replace(run.main, graph=step), run.engines, placement)["actor"]
+    assert (options[home]["shards"], options[home]["context_parallel"]) == (4, 2)
     # Two rows of 64 tokens, of which a process computes half.
     assert plan.micro_batch_tokens["actor.train"] == 64
-    placement = divide_groups(plan, step, run.engines).placement(step)
-    group = placement.group(placement.nodes["actor.train"])
+    group = placement.group(home)
     assert (group.num_ranks, group.tensor_parallel) == (1, 4)
     with pytest.raises(PlanError) as caught:
         check_layouts(
@@ -264,18 +264,23 @@ def written(tmp_path: Path, **layouts: Layout) -> str:
 def test_a_layout_reaches_the_workers(tmp_path: Path) -> None:
     own = written(tmp_path, actor_train=Layout(cp=2), critic_train=Layout(dp=2, zero=3))
     main = build_stages(config("fsdp", "torch", own)).stages[-1]
-    assert main.planned_options["actor"] == {"shards": 2, "context_parallel": 2}
-    assert main.planned_options["critic"] == {"shards": 2, "context_parallel": 1}
+    assert main.planned_options["actor"] == {"all": {"shards": 2, "context_parallel": 2}}
+    assert main.planned_options["critic"] == {"all": {"shards": 2, "context_parallel": 1}}
 
 
-def test_calls_of_a_role_that_need_different_workers_are_refused(tmp_path: Path) -> None:
+def test_calls_of_a_role_that_need_different_workers_have_them(tmp_path: Path) -> None:
     own = written(tmp_path, critic_value=Layout(tp=2), critic_train=Layout(dp=2, zero=3))
-    with pytest.raises(PlanError) as caught:
-        build_stages(config("fsdp", "torch", own))
-    assert str(caught.value) == (
-        "the layouts of 'critic.value' and 'critic.train' ask for shards=1 and shards=2, but one "
-        "role has one shards\n    give its calls the same layout"
-    )
+    run = build_stages(config("fsdp", "torch", own))
+    main = run.stages[-1]
+    groups = {call: main.placement.nodes[f"critic.{call}"] for call in ("train", "value")}
+    assert groups == {"train": "all-tp2pp1", "value": "all-critic-tp2"}
+    assert main.placement.group("all-critic-tp2").within == "all-tp2pp1"
+    spec = worker_spec(main, "critic", run, {})
+    assert isinstance(spec, RecipeByGroup)
+    assert getattr(spec.trained, "shards", 0) == 2
+    assert {group: getattr(own, "shards", 0) for group, own in spec.evaluated.items()} == {
+        "all-critic-tp2": 1
+    }
 
 
 @pytest.mark.parametrize("at", ["engine.options", "algorithm.roles.actor.options"])

@@ -147,6 +147,7 @@ def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) ->
         process=0,
         traffic=traffic,
         channel=ends,
+        woke_s={},
     )
     rank._roles, rank._hosts = {"actor": policy}, {"main": host}  # pyright: ignore[reportPrivateUsage]
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
+from penstock.workers.engines.roles import RecipeByGroup
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import SplitPolicySpec
@@ -41,6 +44,8 @@ def run_of(engine: str) -> runs.Run:
     own: dict[str, Any] = {"model": model(), "end_ids": actor.end_ids}
     own["num_words"] = tokenizer.vocab_size
     train: Any
+    if engine == "torch":
+        return replace(run, workers={**run.workers, "actor": replace(actor, model=model())})
     if engine == "megatron":
         train = MegatronPolicySpec(optimizer=actor.optimizer, **own)
     else:
@@ -70,6 +75,64 @@ def found(run: runs.Run, placement: Placement, backend: Backend, **schedule: Any
 def groups(train: DeviceGroup, rollout: DeviceGroup, *, within: bool) -> dict[str, DeviceGroup]:
     own = replace(rollout, within=train.name) if within else rollout
     return {"main": train, "rollout": own}
+
+
+EVALUATED = {
+    "torch dp2 -> tp2": ("torch", (2, 1, 1), (1, 2, 1), {}),
+    "fsdp2 -> tp2": ("fsdp2", (1, 2, 1), (1, 2, 1), {"shards": 1}),
+    "fsdp4 -> fsdp2 x tp2": ("fsdp4", (1, 4, 1), (1, 4, 1), {"shards": 2}),
+    "fsdp2 x tp2 -> cp2 x dp2": (
+        "fsdp2", (1, 4, 1), (2, 2, 1), {"shards": 2, "context_parallel": 2},
+    ),
+    "megatron tp2 -> dp2": ("megatron", (1, 2, 1), (2, 1, 1), {}),
+    "megatron pp2 -> tp2": ("megatron", (1, 1, 2), (1, 2, 1), {}),
+    "megatron dp2 -> pp2": ("megatron", (2, 1, 1), (1, 1, 2), {}),
+}  # fmt: skip
+"""How the actor is trained, and how it is evaluated: (ranks, tensor, stages) each."""
+
+
+def evaluated(name: str, backend: Backend, *, within: bool, apart: bool = False) -> str:
+    """Three steps that ask the trainer for log-probabilities, and what is left of them."""
+    engine, *sizes, own = EVALUATED[name]
+    run = run_of(engine)
+    cfg = replace(run.cfg, correction=RolloutCorrection())
+    run = replace(run, cfg=cfg)
+    num = prod(sizes[0])
+    devices = [tuple(range(num)), tuple(range(num * apart, num * (1 + apart)))]
+    main, other = (
+        DeviceGroup(
+            name, ranks, tensor_parallel=tensor, pipeline_parallel=stages, devices=devices[at]
+        )
+        for at, (name, (ranks, tensor, stages)) in enumerate(
+            zip(("main", "other"), sizes, strict=True)
+        )
+    )
+    nodes = dict.fromkeys((n.name for n in run.graph.nodes if n.name != "prompts"), "main")
+    nodes["actor.logprob"] = "other"
+    groups = [main, replace(other, within="main" if within else "")]
+    if engine != "torch":  # two groups live within one
+        nodes["actor.generate"] = "rollout"
+        split: Any = run.workers["actor"]
+        spec = RecipeByGroup(split.train, {"other": replace(split.train, **own)})
+        run = replace(run, workers={**run.workers, "actor": replace(split, train=spec)})
+        home = "main" if within else ""
+        groups.append(DeviceGroup("rollout", num, devices=devices[0], within=home))
+    placement = Placement(tuple(groups), nodes, num_chunks=4)
+    return found(run, placement, backend)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+@ON_RAY_AT_NIGHT
+def test_it_evaluates_as_groups_that_take_turns(backend: Backend, name: str) -> None:
+    within, turns = (evaluated(name, backend, within=own) for own in (True, False))
+    assert within == turns
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in EVALUATED if "4" not in name])
+def test_a_copy_on_other_devices_evaluates_the_same(spawned: Backend, name: str) -> None:
+    within = evaluated(name, spawned, within=True)
+    assert evaluated(name, spawned, within=False, apart=True) == within
 
 
 PAIRS = {

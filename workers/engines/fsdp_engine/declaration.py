@@ -181,6 +181,7 @@ FSDP = EngineKind(
         "value": "penstock.workers.engines.fsdp_engine.specs:FsdpValueSpec",
         "reward_model": "penstock.workers.engines.fsdp_engine.specs:FsdpRewardSpec",
     },
+    views=True,
     division=lambda layout: (layout.tp * _shards(layout), layout.pp),
     options=_options,
 )

@@ -34,7 +34,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup, rank_group
 from ...training.network import Outputs
-from ..divided_network import join_processes
+from ..divided_network import check_order, join_processes
 
 ATTENTION = "penstock_context_parallel"
 """Name of `attend` in transformers."""
@@ -225,6 +225,7 @@ def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -
     size = context.tensor_parallel
     shards = size if shards is None else shards
     check_division(context, shards, share_rows)
+    check_order(context.places)
     device = torch.device(context.device)
     join_processes(context)
     tensor = size // shards

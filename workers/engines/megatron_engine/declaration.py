@@ -61,6 +61,7 @@ MEGATRON = EngineKind(
         "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
     needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
+    views=True,
     # Those that divide experts share a model as those that divide its matrices do.
     division=lambda layout: (layout.tp * layout.ep, layout.pp),
     options=_options,

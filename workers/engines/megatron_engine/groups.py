@@ -5,7 +5,8 @@ the same rows. With expert parallelism n, n of the former divide a mixture's exp
 different rows of a call, and beside each stand those that divide its matrix products: so
 `WorkerContext.tensor_rank` is tensor place + tensor size x expert place.
 
-All Megatron roles of a process share the groups, so they must all have the same sizes.
+megatron-core has its groups in global variables. Those of workers of other sizes in a process
+(`DeviceGroup.within`) are kept apart, and put there before anything is computed.
 
 `prepare_megatron` is called before anything else of the engine imports megatron-core, and adapts
 what megatron-core 0.16.1 assumes about CUDA where a model is on the CPU, be there a GPU beside it
@@ -17,9 +18,11 @@ itself, except for what `_CpuTorch` and `_CpuCuda` list. torch stays as it is fo
 from __future__ import annotations
 
 import importlib
+import re
 import types
 import warnings
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from torch import Tensor
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup
-from ..divided_network import join_processes
+from ..divided_network import check_order, join_processes
 
 _ADAPTED = {
     # Buffers of tensor-parallel gathers and reductions are made on the "current CUDA device".
@@ -131,36 +134,39 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
     `beside_experts`.
     """
     beside = beside_experts(context, expert_parallel)
+    check_order(context.places)
     prepare_megatron(context.device)
-    state = parallel_state()
     join_processes(context)
     assert dist.get_world_size() == context.num_processes, "a Megatron group owns its processes"
-    if not state.model_parallel_is_initialized():
-        # Its default order of ranks (tensor, data, pipeline) is that of `WorkerContext.process`.
-        state.initialize_model_parallel(
-            tensor_model_parallel_size=beside.tensor_parallel,
-            pipeline_model_parallel_size=beside.pipeline_parallel,
-            expert_model_parallel_size=expert_parallel,
-            create_gloo_process_groups=False,
-        )
-        from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-        # Dropout is off everywhere, so no random state per rank is needed (nor CUDA's).
-        initialize_rng_tracker(inference_rng_tracker=True)
-    wanted = (beside.tensor_parallel, beside.num_ranks, beside.pipeline_parallel, expert_parallel)
-    made = (
-        state.get_tensor_model_parallel_world_size(),
-        state.get_data_parallel_world_size(),
-        state.get_pipeline_model_parallel_world_size(),
-        state.get_expert_model_parallel_world_size(),
-    )
-    if made != wanted:
-        raise ConfigError(
-            f"'{context.role}' wants tensor, data, pipeline and expert parallel sizes {wanted}, "
-            f"but another Megatron role of this process has {made}; roles of one group must share "
-            "them"
-        )
+    enter_groups(beside, expert_parallel)
     return beside
+
+
+def enter_groups(beside: WorkerContext, expert_parallel: int) -> None:
+    """Have megatron-core use the groups of a worker's sizes, until another's are entered."""
+    sizes = (beside.tensor_parallel, beside.num_ranks, beside.pipeline_parallel)
+    vars(parallel_state()).update(_groups(*sizes, expert_parallel))
+
+
+@lru_cache
+def _groups(tensor: int, data: int, stages: int, experts: int) -> dict[str, Any]:
+    """megatron-core's global variables for these sizes; made once per process."""
+    state = parallel_state()
+    names = [name for name in vars(state) if re.fullmatch(r"_[A-Z_]+", name)]
+    vars(state).update(dict.fromkeys(names))  # those of other sizes are kept by their own call
+    # Its default order of ranks (tensor, data, pipeline) is that of `WorkerContext.process`.
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=experts,
+        create_gloo_process_groups=False,
+    )
+    assert state.get_data_parallel_world_size() == data
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    # Dropout is off everywhere, so no random state per rank is needed (nor CUDA's).
+    initialize_rng_tracker(inference_rng_tracker=True)
+    return {name: getattr(state, name) for name in names}
 
 
 def beside_experts(context: WorkerContext, experts: int) -> WorkerContext:

@@ -29,7 +29,7 @@ from ...training.flat_parameters import FlatParameters
 from ...training.network import M, MicroBatches, Outputs, R
 from ...training.optimizer import AdamW, JoinedAdamW, OptimizerSpec, SharedAdamW
 from ..divided_network import DividedNetwork, sum_parts
-from .groups import expert_ranks, model_group
+from .groups import enter_groups, expert_ranks, model_group
 from .model import Backbone
 
 _LAYER = "decoder.layers."
@@ -147,6 +147,7 @@ class MegatronNetwork(DividedNetwork):
         # alone computes outputs. Processes that divide the experts share them out.
         if not given.parts:
             return
+        enter_groups(self.context, self.rows.num_ranks)
         mine = self.share(given.parts)
         nothing = torch.zeros((), dtype=torch.int, device=self.device)
 
@@ -181,6 +182,7 @@ class MegatronNetwork(DividedNetwork):
         return self.flat.enable_gradients()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
+        enter_groups(self.context, self.rows.num_ranks)
         # Weights that a tensor-parallel process has whole but uses on a part: head norms on its
         # heads, routers for its part of experts, all norms on its part of the sequence.
         if self.context.tensor_parallel > 1:

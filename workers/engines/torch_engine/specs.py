@@ -16,7 +16,7 @@ from ...models.spec import Head, ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
-from ...training.host_memory import keep_few_kernels
+from ...training.host_memory import HostCopy, dropped, keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .generator import TorchGenerator
@@ -70,7 +70,8 @@ class TorchModel:
 
     def check_group(self, context: WorkerContext) -> None:
         assert isinstance(self, Recipe)
-        check_divided(self.model, context, trained=self.optimizer is not None, lora=self.lora)
+        trained = self.optimizer_on(context) is not None
+        check_divided(self.model, context, trained=trained, lora=self.lora)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         keep_few_kernels()
@@ -167,6 +168,7 @@ class TorchGeneratorPolicy(GeneratorPolicy):
     def __init__(self, context: WorkerContext, generator: TorchGenerator) -> None:
         super().__init__(context, generator)
         self._network = generator.network
+        self._dropped: HostCopy | None = None
 
     @override
     def weights_layout(self) -> Sharding:
@@ -176,12 +178,16 @@ class TorchGeneratorPolicy(GeneratorPolicy):
     def sleep_empty(self) -> bool:
         if not self.context.places:  # what has come from other processes is kept
             return False
-        self._gave_back(self._network.drop_weights())
+        if self._dropped is None:
+            self._dropped = dropped(self._network.tensors().values())
+            self._gave_back(self._dropped.num_bytes)
         return True
 
     @override
     def wake(self) -> None:
-        self._network.take_weights()
+        kept, self._dropped = self._dropped, None
+        if kept is not None:
+            kept.restore()
         super().wake()
 
     def local_tensors(self) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from ...models.spec import Head, HeadedModel, ModelSpec
 from ...training.checkpoint_files import WholeTensorSource, fill_weights
 from ...training.network import Outputs
 from ..divided_network import (
+    check_order,
     divided_sharding,
     gathered_module,
     join_processes,
@@ -171,11 +172,7 @@ def _tensor_groups(tensor: int, data: int, places: tuple[int, ...]) -> list[Any]
     every = places or tuple(range(tensor * data))
     groups = [every[tensor * rank : tensor * (rank + 1)] for rank in range(data)]
     for group in groups:
-        if [*group] != sorted(group):  # torch.distributed numbers a group's processes by theirs
-            raise PlanError(
-                f"processes {list(group)} are to divide a model in this order\n    name the "
-                "devices of a rank in ascending order of the processes around them"
-            )
+        check_order(group)
     return [dist.new_group(list(group)) for group in groups]
 
 

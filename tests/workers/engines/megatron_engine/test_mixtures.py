@@ -244,9 +244,6 @@ REFUSALS = {
     "three": "PlanError: layout: ep=2 does not divide 3 experts (model 'mixtral')",
     "places": "ConfigError: 'actor' has expert_parallel=3, which does not divide the 2 processes "
     "that share its model\n    set executor.tensor_parallel to a multiple of expert_parallel",
-    "sizes": "ConfigError: 'actor' wants tensor, data, pipeline and expert parallel sizes "
-    "(2, 1, 1, 1), but another Megatron role of this process has (1, 2, 1, 2); roles of one group "
-    "must share them",
     "sparse": "ConfigError: the Megatron engine cannot compute a qwen3_moe model with "
     "decoder_sparse_step=2; train it with engine=torch",
     "only": "ConfigError: the Megatron engine cannot compute a qwen2_moe model with "

@@ -73,6 +73,7 @@ def test_the_ideal_is_the_longest_chain(
     assert script("agents_ideal").ideal_s(held, 4.0) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_waits_change_no_conversation(script: Callable[[str], Any], tmp_path: Path) -> None:
     script("agents_task").chain_folder(tmp_path, hidden=64, layers=1)
     with script("agents_ideal").talk_of("torch", tmp_path, 3, 3, 0.02) as talk:

@@ -57,6 +57,7 @@ def call(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return script.main()
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_where_the_first_ended(
     script: Any,
     measured: list[str],

@@ -83,6 +83,7 @@ def test_files_are_within_their_budget() -> None:
     assert {name: lines for name, lines in sizes.items() if lines > MAX_FILE_LINES} == {}
 
 
+@pytest.mark.slow
 def test_functions_are_within_their_budget() -> None:
     too_long = {
         f"{_name(path)}:{function.lineno} {function.name}": _code_lines(function)
@@ -124,6 +125,7 @@ def test_every_folder_says_what_lives_in_it_and_what_does_not() -> None:
     assert vague == []
 
 
+@pytest.mark.slow
 def test_a_public_class_name_stands_for_one_thing() -> None:
     found: dict[str, list[str]] = {}
     for path in _sources(*PACKAGES):
@@ -146,6 +148,7 @@ def _imports(path: Path) -> Iterator[str]:
                 yield ".".join([*named, alias.name] if is_module else named)
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_a_circle() -> None:
     graph: nx.DiGraph[str] = nx.DiGraph()
     for path in _sources(*PACKAGES):
@@ -162,6 +165,7 @@ def test_no_module_is_called_utils() -> None:
     assert [_name(path) for path in _sources(*FOLDERS) if path.stem in vague] == []
 
 
+@pytest.mark.slow
 def test_every_module_of_the_package_says_what_it_owns() -> None:
     silent = [
         _name(path)
@@ -190,6 +194,7 @@ def _depth(name: str, bases: dict[str, set[str]]) -> int:
     return max((1 + _depth(base, bases) for base in ours), default=0)
 
 
+@pytest.mark.slow
 def test_inheritance_is_shallow() -> None:
     bases: dict[str, set[str]] = {}
     for path in _sources(*PACKAGES):
@@ -211,6 +216,7 @@ def test_packages_are_listed_for_installation(package: str) -> None:
         assert f'"penstock.{".".join(folder.parts)}"' in declared
 
 
+@pytest.mark.slow
 def test_importing_dataflow_does_not_import_what_only_runs_need() -> None:
     code = (
         "import importlib, pkgutil, sys\n"
@@ -226,6 +232,7 @@ def test_importing_dataflow_does_not_import_what_only_runs_need() -> None:
     assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
 
 
+@pytest.mark.slow
 def test_importing_dataflow_alone_does_not_import_torch() -> None:
     code = (
         "import sys, penstock.dataflow as package\n"

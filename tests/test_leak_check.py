@@ -121,6 +121,7 @@ def _hostile() -> None:
     os.close(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_nothing_is_inherited(tmp_path: Path, workers: tuple[str, ...]) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text()

@@ -89,6 +89,7 @@ def _definitions() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SHARED)
 def test_maths_is_one_object_for_both(what: str):
     """Algorithms of both kinds use, and not in one file alone, what one file defines."""

@@ -90,6 +90,7 @@ def test_a_folder_grows_only_with_its_ceiling(folder: str) -> None:
     assert lines <= MOST_LINES[folder], "raise MOST_LINES if they are worth it"
 
 
+@pytest.mark.slow
 def test_what_surprises_is_explained_where_it_stands() -> None:
     paths = _sources(*MOST_LINES)
     lines = sum(len(path.read_text().splitlines()) for path in paths)

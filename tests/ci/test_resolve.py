@@ -50,6 +50,7 @@ def test_an_extra_per_device_names_what_it_needs() -> None:
     assert set(extras["cuda"]) == {*extras["ray"], *extras["vllm"]}
 
 
+@pytest.mark.slow
 def test_no_module_is_imported_that_a_later_python_lacks() -> None:
     folders = ("dataflow", "algorithms", "planner", "workers", "configs", "launch", "benchmarks")
     found = {

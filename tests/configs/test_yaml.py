@@ -86,6 +86,7 @@ def composed(*overrides: str) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", FOR_PLANS, ids=str)
 def test_every_option_that_is_only_planned_for_makes_a_request(option: Path) -> None:
     made = compose("plan", ["algorithm=ppo", f"{option.parent}={option.name}"])
@@ -115,12 +116,14 @@ def keys_to_read(value: Any, at: str = "") -> set[str]:
     return keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_run_has_fewer_than_60_keys(algorithm: str) -> None:
     # Three reward models that differ in their seeds have one more key each to read, not eight.
     assert len(keys_to_read(composed(f"algorithm={algorithm}"))) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_is_written_down_is_read_back_as_the_same_run(algorithm: str) -> None:
     config = run_config(composed(f"algorithm={algorithm}", "algorithm.optimizer.warmup_calls=3"))

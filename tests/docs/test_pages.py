@@ -34,6 +34,7 @@ def test_there_are_pages_with_blocks() -> None:
     assert {"README.md", "index.md", "graph.md", "planner.md"} <= {p.name for p in PAGES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_blocks_of_a_page_run_one_after_another(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

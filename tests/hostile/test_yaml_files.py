@@ -23,6 +23,7 @@ FILES: dict[str, str | bytes] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_an_option_of_ones_own(name: str, refused: Refused) -> None:
     words = ["run", "model=mine", "--config-dir", "yaml"]

@@ -201,6 +201,7 @@ REFUSED = {
 """What a run refuses, and what it says; "<any>" stands for any text."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_run_is_refused(penstock: Penstock, words: str) -> None:

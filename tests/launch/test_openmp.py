@@ -29,6 +29,7 @@ _WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize(
     ("given", "found"), [({}, "1000 None"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None PASSIVE")]

@@ -75,6 +75,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(penstock: Penstock, saved: Path) -> None:
     said = penstock("run", "resume=grpo", "executor.num_threads=1")
     assert said.code == 0, said.err
@@ -82,6 +83,7 @@ def test_a_run_goes_on_from_its_checkpoint(penstock: Penstock, saved: Path) -> N
     check("grpo", saved / "grpo")
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_exported_at_its_checkpoint(penstock: Penstock, saved: Path) -> None:
     said = penstock("eval", "run=grpo", "output=found.json")
     assert said.code == 0, said.err
@@ -93,6 +95,7 @@ def test_a_run_is_measured_and_exported_at_its_checkpoint(penstock: Penstock, sa
     assert HASHES["grpo at step 2"] in card
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter(penstock: Penstock, saved: Path) -> None:
     words = (*ADAPTED, "model.lora.folder=adapter", "executor.num_threads=1")
     said = penstock("run", *words, "runs=adapted")
@@ -101,6 +104,7 @@ def test_a_run_goes_on_from_an_adapter(penstock: Penstock, saved: Path) -> None:
     check("adapter", run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("saved")
 def test_a_plan_reads_a_calibration(penstock: Penstock) -> None:
     words = ("algorithm=ppo", "model=tiny", "cluster=measured", "plan.calibration=calibration.json")

@@ -35,6 +35,7 @@ ONLY_WITH_KL = ("adaptive_ppo", "reference_grpo")
 """Without one these are `ppo` and `grpo`, so they refuse to have none."""
 
 
+@pytest.mark.slow
 def test_all_algorithms_with_a_kl_to_a_reference_are_listed() -> None:
     found = [name for name in NAMES if hasattr(options_of(name), "kl_coef")]
     assert found == sorted((*WITH_KL, *ONLY_WITH_KL))

@@ -110,6 +110,7 @@ _NO_KEY = "there is no key 'algorithm.cfg.correction'"
 REFUSED = {name: _NO_KEY for name in WITHOUT} | {"vtrace_ppo": "V-trace corrects for the weights"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str) -> None:
     word = "+algorithm.cfg.correction={mode: token_truncate, cap: 3.0}"

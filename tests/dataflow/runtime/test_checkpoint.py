@@ -273,6 +273,7 @@ def test_a_run_whose_last_checkpoint_is_not_there_has_failed(tmp_path: Path) -> 
     assert store.latest() == tmp_path / "step-00000001"
 
 
+@pytest.mark.slow
 def test_a_slow_disk_costs_checkpoints_and_one_warning(tmp_path: Path) -> None:
     gate = threading.Event()
     store = CheckpointStore(tmp_path, keep=9)

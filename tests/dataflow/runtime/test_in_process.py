@@ -100,11 +100,13 @@ def test_outside_the_main_thread_a_call_takes_what_it_takes() -> None:
 # --- what counts as time
 
 
+@pytest.mark.slow
 def test_waiting_in_line_does_not_count() -> None:
     with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS) as one:
         assert [step.step for step in one.run(SOURCES, 1)] == [0]
 
 
+@pytest.mark.slow
 def test_an_answer_s_time_begins_when_those_before_it_are_there() -> None:
     """The ask below waits for samples of the next step, longer than one of them may take."""
     with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS, max_lag=1) as one:

@@ -77,6 +77,7 @@ def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
+@pytest.mark.slow
 def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN, "schedule=streaming", "schedule.streaming=7")
@@ -133,6 +134,7 @@ def test_auto_plans_for_the_cluster_that_is_described(penstock: Penstock) -> Non
     assert lines[2].startswith("placement: {actor, reward} on ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -170,6 +172,7 @@ def test_a_plan_of_another_version_of_the_graph(penstock: Penstock, write: Write
     )
 
 
+@pytest.mark.slow
 def test_devices_with_less_memory_than_predicted(penstock: Penstock, write: Write) -> None:
     ledger = {
         "capacity_bytes": 80 * 10**9,

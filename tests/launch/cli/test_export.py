@@ -170,6 +170,7 @@ def test_a_checkpoint_in_the_files_of_several_processes_is_exported(
 # --- refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -98,6 +98,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", TEXTS)
 def test_escapes_mean_the_same_in_every_key_and_in_sweeps(key: str) -> None:
     text = TEXTS[key].strip("'").replace(r"\n", "\n")
@@ -159,6 +160,7 @@ def test_own_configurations_in_a_run(folder: Sequence[str]) -> None:
     assert (made["algorithm"]["num_steps"], made["model"]["init_seed"]) == (3, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("folder", [CONF[0], CONF[3]], ids=" ".join)
 def test_own_configurations_in_a_sweep(folder: Sequence[str]) -> None:

@@ -312,6 +312,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
 def test_refusals(penstock: Penstock, words: tuple[str, ...]) -> None:
     assert refused(penstock, *words) == REFUSED[words]

@@ -61,6 +61,7 @@ def test_a_file_takes_the_place_of_the_pins(penstock: Penstock) -> None:
     assert found["compare"]["plans"][1]["step_time_s"] == alone["step_time_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -172,6 +172,7 @@ def test_a_failing_worker_ends_with_code_1_and_a_way_to_continue(
     assert f"penstock run resume={only_run()}" in said.err
 
 
+@pytest.mark.slow
 def test_what_is_not_resumed(penstock: Penstock) -> None:
     words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
     assert penstock("run", *words).code == 0
@@ -256,6 +257,7 @@ def test_a_run_resumed_with_another_file_of_the_users_says_so_and_goes_on(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["model.folder", "algorithm.roles.actor.start"])
 def test_a_run_is_not_resumed_from_another_model(penstock: Penstock, key: str) -> None:
     first = unfinished(penstock).rename("first")

@@ -134,6 +134,7 @@ def test_a_run_that_had_finished_is_not_started_again(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on_once(standing_in: Path, number: signal.Signals) -> None:
     """The run's process is in a group of its own, as what a terminal sends would come twice."""

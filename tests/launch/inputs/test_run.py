@@ -107,6 +107,7 @@ def test_what_a_cut_off_response_costs_is_finite(key: str, value: str) -> None:
         resolved(composed("algorithm=online_dpo", f"+algorithm.cfg.{key}={value}"))
 
 
+@pytest.mark.slow
 def test_what_is_said_of_deaths_is_carried_over() -> None:
     run = resolved(composed("executor=ray", "recovery.max_restarts=5"))
     assert run.config.recovery == Recovery(max_restarts=5)

@@ -100,6 +100,7 @@ def test_memory_is_what_the_machine_reports(monkeypatch: pytest.MonkeyPatch) -> 
     assert {group.capacity_bytes for group in memory.memory.values()} == {less - reserved}
 
 
+@pytest.mark.slow
 def test_gpus_that_nothing_describes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, [("NVIDIA H800", 80 * 2**30)] * 8)
     with pytest.raises(ConfigError) as raised:
@@ -110,6 +111,7 @@ def test_gpus_that_nothing_describes_are_refused(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
 def test_gpus_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, [H100, ("NVIDIA H200", 150_000_000_000)])
     with pytest.raises(ConfigError) as raised:
@@ -120,6 +122,7 @@ def test_gpus_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_single_gpu_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, [("NVIDIA H800", 80 * 2**30)])
     choice = chosen()
@@ -130,6 +133,7 @@ def test_a_single_gpu_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_planned_for_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, [])
     with pytest.raises(ConfigError) as raised:
@@ -148,6 +152,7 @@ def joins(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
     monkeypatch.setattr(executor, "RAY", far)
 
 
+@pytest.mark.slow
 def test_gpus_of_joined_nodes_are_used_from_a_head_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,6 +162,7 @@ def test_gpus_of_joined_nodes_are_used_from_a_head_without_one(
     assert {device for group in plan.groups for device in group.devices} == set(range(16))
 
 
+@pytest.mark.slow
 def test_joined_gpus_that_nothing_describes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [Machine(str(i), "", {"GPU": 8.0}, {"GPU": 8.0}, {}, ("H20",)) for i in range(2)]
     joins(monkeypatch, *nodes)

@@ -103,6 +103,7 @@ def test_a_model_of_a_hub_is_its_snapshot(hub: Hub, saved: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_snapshot_and_precision(
     hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_run_goes_on_with_its_snapshot_and_precision(
     assert (again.revision, again.dtype) == (commit_of(saved), "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_role_may_start_from_a_model_of_a_hub(hub: Hub, saved: Path) -> None:
     words = [
         "algorithm=reference_grpo",
@@ -136,6 +138,7 @@ def test_a_role_may_start_from_a_model_of_a_hub(hub: Hub, saved: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared("model=org/tiny")
     asked = len(hub.served)
@@ -209,6 +212,7 @@ def test_refusals(words: list[str], message: str) -> None:
     assert refusal(*words) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model with 'blanks', and = more", "models/tiny"])
 def test_the_path_of_a_folder_is_a_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -218,6 +222,7 @@ def test_the_path_of_a_folder_is_a_model(
     assert prepared(f"model={name}").model.folder == name
 
 
+@pytest.mark.slow
 def test_the_precision_of_trained_weights_follows_the_device(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,12 +233,14 @@ def test_the_precision_of_trained_weights_follows_the_device(
     assert prepared().model.dtype == "float32"  # random weights, whatever is fast
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_elsewhere_trained_weights_are_computed_in_float32(saved: Path) -> None:
     assert prepared(f"model={saved}").model.dtype == "float32"
     assert prepared(f"model={saved}", "model.dtype=bfloat16").model.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def device(*words: str) -> str:
         return resolved(composed(*words)).executor.device
@@ -261,6 +268,7 @@ def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
          "random weights, bfloat16 on cpu, computed through transformers (qwen2)"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_a_run_says_what_computes_its_model(hub: Hub, words: list[str], line: str) -> None:
     commit = commit_of(hub.models["org/tiny"]["main"])[:12]
@@ -279,6 +287,7 @@ def average_step(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "dtype"), [("0.1", "float32"), ("1.0", "bfloat16")])
 def test_weights_that_are_averaged_are_float32(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, dtype: str

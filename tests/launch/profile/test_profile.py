@@ -285,6 +285,7 @@ def _mesh(num_devices: int, link: object) -> Mesh:
     return Mesh(made.model_copy(update={"node_groups": (node,)}), (num_devices,))
 
 
+@pytest.mark.slow
 def test_a_rank_s_own_children_hold_up_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_imported_module_is_recorded_and_libraries_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_module_that_is_not_imported_again_is_compared_where_it_lies(tmp_path:
     assert changed_files(before, Origins()) == [str(script)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 4_000_000, 7_999_999])
 def test_other_weights_of_the_same_size_are_refused(model: Path, at: int) -> None:
     before = begun_with(model)
@@ -91,6 +93,7 @@ def test_other_weights_of_the_same_size_are_refused(model: Path, at: int) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
 def test_another_tokenizer_or_a_further_file_is_refused(model: Path, name: str) -> None:
     before = begun_with(model)
@@ -121,6 +124,7 @@ def test_a_run_keeps_its_origins_and_one_without_is_resumed_as_ever(
     check_models(folder.id, older.origins, origins)
 
 
+@pytest.mark.slow
 def test_a_peak_in_this_process_is_kept_after_it_is_gone() -> None:
     """In a process of its own: the children that other tests have left end when they like."""
     code = (
@@ -170,6 +174,7 @@ def test_a_sample_that_hangs_holds_up_no_run(
     assert "taking a sample of memory has not ended in 0.05 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_time_of_children_that_have_ended_is_kept() -> None:
     with ProcessUsage(every_s=0.01) as usage:
         own_s = usage.cpu_s

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return create_run(tmp_path / "runs", name="it", seed=0, config="a: 1\n", data="0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -119,6 +120,7 @@ READERS: dict[str, Callable[[RunFolder], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", READERS)
@@ -132,6 +134,7 @@ def test_each_file_is_named_with_its_fault(folder: RunFolder, name: str, damage:
     assert path.name in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_summary_is_the_fault_of_its_run(folder: RunFolder, damage: str) -> None:
@@ -141,6 +144,7 @@ def test_a_damaged_summary_is_the_fault_of_its_run(folder: RunFolder, damage: st
     assert record.seed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wish",
     ['{"rollout": "x"}', '{"all": [1]}', "null", '{"all": 0}', '{"all": true}', '{"all": 1.5}'],

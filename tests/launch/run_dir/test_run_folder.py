@@ -183,6 +183,7 @@ def test_a_run_belongs_to_one_process_and_a_kill_frees_it(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.slow
 def test_a_running_run_is_refused_before_its_data_are_read(
     penstock: Penstock, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path) -> None:
     assert "agent_grpo can start" in said.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -71,6 +71,7 @@ def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algori
     assert spec.num_processes == default.num_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correct_score", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize(
     ("fault", "on"),

@@ -44,6 +44,7 @@ def run_of(words: str) -> Run:
     return resolved(composed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
     if "megatron" in words:

@@ -64,6 +64,7 @@ def by_hand(job: Run, workers: dict[str, Any]) -> float:
     return float(-logsigmoid(0.1 * (ratio[0::2] - ratio[1::2])).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_all_held_out_rows_whatever_fits_at_once(kind: str) -> None:
     job = made_ready(kind, *FILE)

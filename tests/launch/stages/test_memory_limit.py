@@ -103,6 +103,7 @@ def test_processes_add_up() -> None:
     assert "a peak of 1.8" in refusal(*words, "executor.memory_limit=1800MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -127,6 +128,7 @@ def test_what_cannot_be_predicted(words: tuple[str, ...], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["6", "6 gigabytes", "-1GiB", "0GiB", "9" * 400 + "GiB", "nanGiB"])
 def test_a_limit_is_a_size(size: str) -> None:
     with pytest.raises(ConfigError, match=r"executor\.memory_limit") as caught:

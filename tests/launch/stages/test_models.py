@@ -31,6 +31,7 @@ def rates_of(folder: Path, *words: str) -> list[str]:
     return [line for stage in build_stages(run).stages for line in high_rates(stage, made)]
 
 
+@pytest.mark.slow
 def test_rates_that_are_too_high_for_a_large_model_are_said_before_the_first_step(
     tmp_path: Path,
 ) -> None:
@@ -108,6 +109,7 @@ def refused(*words: str) -> str:
 WHOLE = "\n    copy or save them again, all of them, with the configuration they were made by"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

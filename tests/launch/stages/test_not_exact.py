@@ -31,6 +31,7 @@ def named(*words: str, schedule: Schedule | None = None, **task: Any) -> list[st
     return not_exact(run.having(schedule=schedule or run.config.schedule), tries=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -44,6 +45,7 @@ def test_what_follows_from_seeds_is_exact(words: tuple[str, ...]) -> None:
     assert named(*words) == []
 
 
+@pytest.mark.slow
 def test_weights_that_come_by_timing_are_named_with_the_group_that_samples() -> None:
     assert named(*APART, schedule=Schedule(max_lag=1, order="arrival")) == [
         "group 'rollout' cannot be restarted exactly: which weights its calls read depends on "
@@ -60,6 +62,7 @@ def test_conversations_with_something_outside_are_named() -> None:
     assert "may keep a state outside the run" in line
 
 
+@pytest.mark.slow
 def test_judges_are_named_also_within_a_mixture() -> None:
     judge = "algorithm.roles.reward.worker=judge"
     mixture = (
@@ -78,6 +81,7 @@ def test_an_environment_that_says_it_is_random_is_named(monkeypatch: pytest.Monk
     assert "Gymnasium lists 'CartPole-v1' as nondeterministic" in line
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_caught_at_it_is_named() -> None:
     gymnasium.register("toys/Caught-v0", lambda **_: Worldly("global"))
     try:

@@ -36,6 +36,7 @@ def reward_of(*words: str) -> Any:
     return worker_specs(stage, run, {})["reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RULES])
 def test_rules(name: str) -> None:
     made = reward_of(f"{ROLE}.worker={name}", f"{ROLE}.options.scale=10.0")
@@ -75,6 +76,7 @@ def test_a_mixture_has_parts() -> None:
     assert (parts["correct"].weight, parts["short"].at_least) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -14,6 +14,7 @@ def facts(*words: str, max_lag: int = 0) -> SignFacts:
     return facts_of(stage(*words), MismatchLimits(), Schedule(max_lag=max_lag))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "compares"),
     [("grpo", True), ("rloo", True), ("ppo", False), ("dapo", True), ("reinforce", False)],
@@ -41,6 +42,7 @@ def test_every_rule_has_advice_for_every_algorithm() -> None:
     assert bare.advice("lower {lr}", "lower {epochs}") == "lower algorithm.optimizer.lr"
 
 
+@pytest.mark.slow
 def test_clips_of_whole_responses_and_fixed_lengths_are_known() -> None:
     assert facts("algorithm=grpo").judges_clip
     assert not facts("algorithm=gspo").judges_clip

@@ -90,6 +90,7 @@ def test_a_cost_is_not_called_a_reward(tmp_path: Path, monkeypatch: pytest.Monke
     assert headline.curve(values) == CurveMetric("cost.score/reward/mean", "mean reward of 'cost'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "values", "shown"),
     [
@@ -123,6 +124,7 @@ def test_trouble_comes_first_and_only_where_there_is_some(safe: Headline) -> Non
     assert list(safe.shown(values).items()) == [("env_restarts", 2.0), ("reward", 0.5)]
 
 
+@pytest.mark.slow
 def test_what_the_policy_learns_from_comes_before_what_is_only_looked_at(
     penstock: Penstock,
 ) -> None:

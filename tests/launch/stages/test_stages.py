@@ -91,6 +91,7 @@ def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:
     assert made["grpo"].placement.nodes["actor.train"] == "train"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -122,6 +122,7 @@ def test_a_suite_without_problems_is_refused(kinds: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_says_how_each_suite_of_its_task_changed(
     penstock: Penstock, kinds: tuple[str, ...]
 ) -> None:

@@ -298,6 +298,7 @@ def test_the_last_steps_with_predicted_and_measured_times(runs: Path, ask: Ask) 
     assert (said["predicted_step_s"], said["has_graph"], said["is_cut"]) == (0.5, True, False)
 
 
+@pytest.mark.slow
 def test_only_the_end_of_a_long_timeline_is_read(
     runs: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_run_that_is_removed_while_it_is_shown_says_so(runs: Path, ask: Ask) -
     assert ask("runs")["runs"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "name",
@@ -343,6 +344,7 @@ def test_everything_its_files_hold(runs: Path, ask: Ask) -> None:
     assert group["resident_bytes"] == {"actor": 300}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"', "[" * 10_000])
 @pytest.mark.parametrize("name", ["plan.json", "summary.json", "run.json", "metrics.jsonl"])
 def test_no_damaged_file_ends_the_page(runs: Path, ask: Ask, name: str, text: str) -> None:

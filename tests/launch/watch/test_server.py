@@ -154,6 +154,7 @@ def test_it_listens_on_the_loopback_device_alone(server: PageServer) -> None:
     assert server.url == f"http://127.0.0.1:{server.server_port}/{server.token}/"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

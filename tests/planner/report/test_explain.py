@@ -149,6 +149,7 @@ def test_a_call_shorter_than_a_column_is_still_seen() -> None:
     assert "B" in bars[1]
 
 
+@pytest.mark.slow
 @given(held=st.integers(0, 200))
 def test_a_share_of_memory_is_of_the_capacity(held: int) -> None:
     memory = memory_a().model_copy(

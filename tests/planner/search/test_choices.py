@@ -75,6 +75,7 @@ def test_unbeaten_keeps_what_nothing_equals_or_beats_in_every_call() -> None:
         assert kept == {id(chosen) for chosen in combined if not beaten(chosen)}
 
 
+@pytest.mark.slow
 def test_too_many_choices_leave_a_gap_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = cluster_of((3, 2, device("a", 24)))
     table = RandomTable(PPO, 11, max_options=6, missing=0.0)

@@ -56,6 +56,7 @@ def test_a_row_holds_turns_and_what_was_shown_between_them(talks: Talks):
     torch.testing.assert_close(found, held.behavior_logprob, atol=2e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_and_room_change_nothing(talks: Talks, seed: int, monkeypatch: pytest.MonkeyPatch):
     expected = talks().hold()
@@ -96,6 +97,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_who_behaves_badly_harms_its_own_conversation(talks: Talks, bad: str):
     good, talk = talks().hold(), talks(bad, limit_s=0.3)

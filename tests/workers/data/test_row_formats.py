@@ -173,6 +173,7 @@ def _wanted(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[list[int], list[
     return tokens(prompt, True), [tokens(whole, False) for whole in wholes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_format_means_what_the_row_meant(tmp_path: Path, shape: str) -> None:
     rows, options = SHAPES[shape]

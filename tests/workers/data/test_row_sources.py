@@ -229,6 +229,7 @@ def _message(**options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_errors_about_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _problems(tmp_path, 3, name="train.jsonl")

@@ -48,6 +48,7 @@ def test_an_engine_trains_or_generates_or_both() -> None:
     assert DEFAULT.needs is None
 
 
+@pytest.mark.slow
 def test_importing_the_registry_imports_no_engine() -> None:
     code = (
         "import sys, penstock.workers.engines.registry\n"

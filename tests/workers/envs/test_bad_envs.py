@@ -53,6 +53,7 @@ class Forks(Counting):
         fork()
 
 
+@pytest.mark.slow
 def test_one_that_forks_neither_doubles_the_run_nor_fills_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

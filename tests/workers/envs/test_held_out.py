@@ -129,6 +129,7 @@ def test_agents_of_a_team_earn_the_same() -> None:
     assert found.view(4, 3).eq(found[::3, None]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [CARTPOLE, SCALED], ids=["plain", "scaled"])
 def test_they_are_the_same_each_time_and_rollouts_go_on_as_without(spec: EnvSpec) -> None:
     one, other = env_worker(spec), env_worker(spec)
@@ -192,6 +193,7 @@ def inline() -> list[float]:
     return returns_of("inline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 def test_the_newest_weights_act_wherever_acting_happens(server: str, inline: list[float]) -> None:
     assert inline[0] != inline[1]

@@ -48,6 +48,7 @@ def worker(env: EnvSpec, num_overlapped: NumOverlapped) -> EnvWorker:
     return EnvWorkerSpec(env=env, num_overlapped=num_overlapped).build(WorkerContext("env", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
     [

@@ -140,6 +140,7 @@ class Ponders(NoisyActor):
         return super().act(obs, noise, action_mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
 def test_the_time_of_a_step_is_not_that_of_an_answer(backend: Any) -> None:
     worker = env_worker(EnvSpec(id="CartPole-v1", backend=backend, step_limit_s=0.05))
@@ -219,6 +220,7 @@ HALF = replace(bad(share=0.5, at=9, max_restarts=9), id=f"{toys.__name__}:toys/B
 """About half of all groups go wrong in their ninth step, until another object is as it should."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalization", [Normalization(), SCALED], ids=["plain", "scaled"])
 def test_a_rollout_does_not_depend_on_the_ring_or_on_who_has_which_group(
     normalization: Normalization,
@@ -252,6 +254,7 @@ def inline() -> Found:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) -> None:
     assert finish(InProcess(), server, 1, env=HALF, num_overlapped=2) == inline

@@ -214,6 +214,7 @@ def test_what_depends_on_more_is_found_out(on: str, said: str) -> None:
     assert found.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.id)
 @settings(max_examples=8, deadline=None)
 @given(

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import numpy, torch
 from threadpoolctl import threadpool_info
@@ -24,6 +26,7 @@ print(*found(), torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 def test_numpy_and_torch_have_as_many_threads_as_they_are_given() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     done = subprocess.run(
@@ -45,6 +48,7 @@ print(dist.new_group([0])._get_backend(torch.device("cpu")).options._timeout)
 """
 
 
+@pytest.mark.slow
 def test_groups_that_libraries_make_wait_as_long_as_a_call_may_take() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _GROUPS], capture_output=True, text=True, timeout=60

@@ -352,6 +352,7 @@ def damaged(data: st.DataObject, whole: bytes) -> bytes:
 REQUEST = request_frame(InferenceRequest("doubler", "double", 7, (np.ones(3), None)))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300)
 def test_damaged_frames_are_frames_or_refused(data: st.DataObject) -> None:

@@ -249,6 +249,7 @@ FLOODS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOODS)
 def test_floods_are_bounded_and_leave_nothing(
     name: str, kind: SandboxKind, attempts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -534,6 +535,7 @@ def test_a_program_that_is_killed_from_outside_runs_again(
     assert len(started) == 2
 
 
+@pytest.mark.slow
 def test_one_that_takes_all_its_cpu_time_is_not_run_again(
     kind: SandboxKind, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_architectures_that_cannot_be_computed(given: dict[str, Any], message: s
     assert repr(given) == before  # transformers writes to what it is given
 
 
+@pytest.mark.slow
 def test_no_familys_defaults_are_refused() -> None:
     refused = {
         kind: str(error) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if (error := fault(kind))
@@ -118,6 +119,7 @@ def test_a_family_that_is_no_language_model() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("given", [*FAMILIES.values(), *PLAIN.values(), MIXTURE])
 def test_a_vocabulary_that_is_made_larger_changes_no_first_weight(

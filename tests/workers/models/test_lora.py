@@ -84,6 +84,7 @@ def _said(worker: PolicyWorker) -> Tensor:
         return worker.logprob(TOKENS, MASK)[:, 1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_a_saved_adapter_says_what_peft_says_with_it(
     made: tuple[Path, dict[str, Tensor]], name: str, tmp_path: Path
@@ -122,6 +123,7 @@ def test_an_adapter_of_a_bfloat16_model_is_merged_in_float32(tmp_path: Path) -> 
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_a_reference_begins_where_its_policy_begins(
     made: tuple[Path, dict[str, Tensor]], name: str

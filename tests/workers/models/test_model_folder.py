@@ -93,6 +93,7 @@ MISFITS: list[tuple[Change, list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "lines"), MISFITS)
 def test_other_tensors_than_the_models_are_refused_by_name(
     folder: Path, change: Change, lines: list[str]
@@ -120,6 +121,7 @@ def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-tied", "gpt2", "gpt_neox", "mixtral"])
 def test_what_save_pretrained_writes_is_taken(name: str, tmp_path: Path) -> None:
     policy = make_policy(name)
@@ -248,6 +250,7 @@ def test_keys_of_others_in_a_folders_config_are_left_alone(folder: Path) -> None
     Head("lm_head").check(ModelSpec(folder=str(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [

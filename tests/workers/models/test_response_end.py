@@ -210,6 +210,7 @@ def test_a_generation_config_that_names_no_token_is_refused(tmp_path: Path, wron
 # --- one place
 
 
+@pytest.mark.slow
 def test_the_rule_is_asked_for_nowhere_but_in_workers_models() -> None:
     """Whoever asks for the end of sequence decides about ends without knowing all of them."""
     allowed = {"launch/stages/worker_specs.py"}  # the config of an architecture without a folder

@@ -127,6 +127,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN)
 def test_whatever_is_no_reply_costs_the_request_alone(server: RawServer, broken: str) -> None:
     server.pieces = BROKEN[broken]
@@ -293,6 +294,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_key_that_is_echoed_is_masked(
     server: RawServer,

@@ -205,6 +205,7 @@ def test_rows_that_fail_are_counted_and_get_a_score(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["nothing", "headers", "body"])
 def test_a_server_that_says_nothing_or_drips_does_not_hold_up_the_step(
     server: Server, task: FileTaskSpec, part: str
@@ -323,6 +324,7 @@ def test_what_a_server_says_is_shown_without_the_key(
     assert in_loop(client.ask([])) == "I was given ***."
 
 
+@pytest.mark.slow
 def test_a_judge_that_never_works_ends_the_run(server: Server, task: FileTaskSpec) -> None:
     server.reply = says("No idea.")
     reward = judge(server, task)

@@ -252,6 +252,7 @@ def test_scores_beyond_float32_are_failures(tmp_path: Path, here: bool) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f")
     options: dict[str, Any] = {"num_processes": 4, "time_limit_s": 0.05, "scale": 1.0}

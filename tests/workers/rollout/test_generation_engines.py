@@ -244,6 +244,7 @@ def filtered_logprob(module: Any, roll: Rollout, sampling: Sampling) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(case: Case, name: str):
     sampling = replace(FILTERS[name], num_samples=3, max_new_tokens=12)

@@ -69,6 +69,7 @@ def histories(draw: st.DrawFn) -> History:
     return History(num_rows, begun, lengths, steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(histories())
 def test_answers_are_ordered_by_size_and_none_is_lost(history: History):

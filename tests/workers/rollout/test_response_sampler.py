@@ -59,6 +59,7 @@ def once(sampling: Sampling) -> Responses:
     return collected(sampled(sampler_of(sampling)), rows, sampling.max_new_tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3),

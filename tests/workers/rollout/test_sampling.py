@@ -118,6 +118,7 @@ def test_prompts_that_began_in_other_steps_keep_their_streams():
     assert now.seeds() == again.seeds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
 def test_a_large_vocabulary_is_searched_alike_without_a_look(dtype: torch.dtype, spread: float):

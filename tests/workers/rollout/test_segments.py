@@ -168,6 +168,7 @@ NUMS = st.integers(1, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(NUMS, st.integers(1, 14), st.sampled_from([0, 24]), st.integers(0, 100))
 def test_each_group_is_returned_once_when_its_last_response_ends(
@@ -281,6 +282,7 @@ def test_a_plain_call_has_the_version_and_lag_of_the_call():
 # --- a model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_model_goes_on_as_if_it_had_not_stopped(length: int):
     """Up to rounding: what goes on is read in one forward, and not token by token."""

@@ -25,6 +25,7 @@ def policy(frozen: tuple[str, ...] = FROZEN, **options: Any) -> PolicyWorker:
     return make_policy(optimizer=dataclasses.replace(OPTIMIZER, frozen=frozen), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_frozen_stays_and_the_rest_learns(dtype: str) -> None:
     worker = policy(dtype=dtype)

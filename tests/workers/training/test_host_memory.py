@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from penstock.workers.training import host_memory
 from penstock.workers.training.host_memory import derived, masked, on_host, sent, spread
@@ -12,6 +13,7 @@ from torch import Tensor
 META = torch.device("meta")
 
 
+@pytest.mark.slow
 def test_what_was_sent_is_known_as_long_as_it_lives() -> None:
     before = len(host_memory._HOST)  # pyright: ignore[reportPrivateUsage]
     tensor = torch.arange(3)

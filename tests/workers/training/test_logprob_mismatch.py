@@ -61,6 +61,7 @@ def test_what_is_reported_of_a_known_difference() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0.5, math.nan])
 def test_a_call_that_is_refused_changes_nothing(offset: float) -> None:
     policy, batch = policy_and_batch(offset, stop_above=0.01)
@@ -97,6 +98,7 @@ def test_what_ran_ahead_is_measured_and_not_judged(staleness: int | None) -> Non
     assert train(policy, batch, staleness=staleness)["rollout_k3"] > 0.1
 
 
+@pytest.mark.slow
 def test_it_compares_every_so_many_steps_and_at_the_first() -> None:
     policy, batch = policy_and_batch(every=3)
     compared = [step for step in range(1, 8) if train(policy, batch, step)]
@@ -127,6 +129,7 @@ class GarbledSpec:
         return worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("from_step", "max_lag"), [(0, 0), (0, 1), (2, 0)])
 def test_a_generator_with_garbled_weights_stops_the_run(from_step: int, max_lag: int) -> None:
     run = runs.make("grpo")

@@ -146,6 +146,7 @@ def _norm_by(engine: str, grad: torch.Tensor) -> float:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "fsdp", "megatron"])
 @pytest.mark.parametrize("size", [70_016 + 2, 10**6 + 7, 10**7])
 def test_a_norm_is_exact_however_long_the_gradient(engine: str, size: int):

@@ -56,6 +56,7 @@ def values(metrics: Any) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [60, 8192])
 @pytest.mark.parametrize(
     "loss",
@@ -99,6 +100,7 @@ def test_pairs_in_pieces_teach_a_reward_model_the_same(batch: PolicyBatch) -> No
     torch.testing.assert_close(streamed.export_weights(), whole.export_weights(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_pieces_give_the_same_bits_whatever_happens_between(
     batch: PolicyBatch, dtype: str

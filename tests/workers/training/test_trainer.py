@@ -41,8 +41,8 @@ def assert_close(a: PolicyWorker, b: PolicyWorker, atol: float) -> None:
     torch.testing.assert_close(a.export_weights(), b.export_weights(), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 200])
+@pytest.mark.parametrize("name", ["qwen2-tied", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batch_tokens", [pytest.param(1, marks=pytest.mark.slow), 60, 200])
 def test_micro_batches_do_not_change_the_result(name: str, micro_batch_tokens: int):
     whole = make_policy(name, optimizer=OPTIMIZER)
     cut = make_policy(name, optimizer=OPTIMIZER, micro_batch_tokens=micro_batch_tokens)
@@ -188,6 +188,7 @@ def test_a_batch_of_which_a_filter_left_nothing_is_named():
         policy.train(_Recorded(), dataclasses.replace(batch, **none))
 
 
+@pytest.mark.slow
 def test_pairs_stay_together():
     context = WorkerContext("reward", seed=1)
     model = ModelSpec(architecture=architecture("llama"))
@@ -211,6 +212,7 @@ def test_pairs_stay_together():
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_accumulate_small_updates():
     policy = make_policy(optimizer=OptimizerSpec(lr=1e-5), dtype="bfloat16")
     batch = make_batch(policy)

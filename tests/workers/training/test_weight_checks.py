@@ -82,6 +82,7 @@ class Priceless(Loss[PolicyBatch, PolicyOutput]):
 FIRST = int(make_prompts(6)[0][2, 0])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_in_one_micro_batch() -> None:
     policy = make_policy(optimizer=OptimizerSpec(lr=1e-3), micro_batch_tokens=1)
     with pytest.raises(WorkerError) as error:

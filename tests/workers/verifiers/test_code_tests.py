@@ -44,6 +44,7 @@ def test_a_wrong_program_scores_its_share_or_nothing() -> None:
     assert scored("def add(a, b):\n    return True", [{**CALLS[0], "expected": 1}]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cheat",
     [

@@ -27,6 +27,7 @@ def test_outcomes_come_in_order(make_pool: MakePool) -> None:
     assert pool.run([]) == []
 
 
+@pytest.mark.slow
 def test_a_call_that_never_ends_is_killed_and_costs_one_row(make_pool: MakePool) -> None:
     pool = make_pool(time_limit_s=1.0)
     before = pool.process_ids
@@ -238,6 +239,7 @@ def test_what_a_killed_process_had_another_does(
     assert outcomes == [Outcome(score=0.5), Outcome(score=0.25)]
 
 
+@pytest.mark.slow
 def test_a_call_that_is_made_again_takes_no_time_of_the_others(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

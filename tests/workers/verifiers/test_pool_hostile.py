@@ -36,6 +36,7 @@ def test_a_reward_that_returns_on_both_sides_of_a_fork_moves_no_answer(make_pool
     assert make_pool("make_twice").run(calls[:3]) == [Outcome(1.0), Outcome(2.0), Outcome(3.0)]
 
 
+@pytest.mark.slow
 def test_who_answers_twice_is_not_believed(make_pool: MakePool) -> None:
     """Of a copy that passes for its process, the second answer shows; the first may be either's."""
     pool = make_pool()
@@ -65,6 +66,7 @@ FORGED = [
 ]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("text", FORGED, ids=lambda text: repr(text)[:20])
 def test_what_is_no_reply_fails_the_row_alone(make_pool: MakePool, text: str) -> None:
@@ -94,12 +96,14 @@ def test_bytes_of_any_kind_are_told_from_a_reply() -> None:
     assert read_answer(b'{"nonce": "4", "error": "why"}', "4") == CallResult(error="why")
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("value", ["1", "true", '"1"', "[1.0]", "NaN", "Infinity"])
 def test_a_forged_value_that_is_no_score_is_not_believed(make_pool: MakePool, value: str) -> None:
     assert make_pool().run([("forge", value)]) == [Outcome(error=NOT_A_REPLY)]
 
 
+@pytest.mark.slow
 @linux
 def test_what_is_said_between_calls_costs_nothing(make_pool: MakePool) -> None:
     pool = make_pool()
@@ -108,6 +112,7 @@ def test_what_is_said_between_calls_costs_nothing(make_pool: MakePool) -> None:
     assert pool.run([("return", 2), ("return", 3)]) == [Outcome(2.0), Outcome(3.0)]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("what", ["drip", "write and loop"])
 def test_who_writes_without_end_has_its_time_limit(make_pool: MakePool, what: str) -> None:
@@ -170,6 +175,7 @@ def test_a_factory_that_ends_its_process(make_pool: MakePool, factory: str, mess
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_a_call_that_is_not_read_waits_no_longer_than_its_limit(make_pool: MakePool) -> None:
     pool = make_pool(time_limit_s=1.0)
     pool.run([("return", 1)])
@@ -192,6 +198,7 @@ def test_who_closes_its_descriptors_and_goes_on_is_ended(
     assert make_pool().run([("close",), ("return", 2)]) == [Outcome(error=error), Outcome(2.0)]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("what", ["hide", "hide and leave", "hide and loop"])
 def test_processes_that_leave_their_session_end_with_the_verifier(
@@ -208,6 +215,7 @@ def test_processes_that_leave_their_session_end_with_the_verifier(
     assert with_mark(mark) == []
 
 
+@pytest.mark.slow
 @linux
 def test_a_process_that_always_starts_another_and_ends_is_caught(
     make_pool: MakePool, tmp_path: Path
@@ -223,6 +231,7 @@ def test_a_process_that_always_starts_another_and_ends_is_caught(
     assert beats.stat().st_size == after
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_does_not_act_is_killed_and_named(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,6 +250,7 @@ def test_a_supervisor_that_does_not_act_is_killed_and_named(
         verifier.wait(10)
 
 
+@pytest.mark.slow
 def test_replacing_one_takes_no_time_of_another_s_call(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +282,7 @@ def test_a_batch_has_a_limit_too(make_pool: MakePool, monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started(make_pool: MakePool) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with no_more_files(spare=12), pytest.raises(WorkerError) as caught:

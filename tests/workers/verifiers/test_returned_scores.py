@@ -47,6 +47,7 @@ REWARD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", [True, False])
 def test_rewards_here_and_in_another_process_accept_the_same(tmp_path: Path, here: bool) -> None:
     (tmp_path / "mine.py").write_text(REWARD)

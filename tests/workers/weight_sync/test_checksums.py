@@ -58,6 +58,7 @@ def test_bytes_in_host_memory_are_hashed_themselves() -> None:
     assert checksums(made, data, 5) == [checksum(part, one, 5) for part, one in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @given(st.integers(0, 2**30), st.integers(0, 2**30), st.integers(1, 255))
 @settings(max_examples=60)

@@ -44,6 +44,7 @@ def packed(plan: TransferPlan, source: Engine, version: int = VERSION) -> dict[i
     return found
 
 
+@pytest.mark.slow
 @given(
     transfers(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from([1, 200, 10**6]), st.sampled_from([1, 30, 10**6]),
@@ -214,6 +215,7 @@ def test_whole_parameters_are_views_of_their_packets_and_others_put_together(
         unpack_whole(plan, 2, damaged, VERSION)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 70000), st.integers(0, 7), st.integers(0, 2**20), st.integers(0, 2**20),
     st.integers(1, 255),

@@ -15,6 +15,8 @@ from penstock.launch.run_dir.shipped_trackers import MlflowTracker
 
 from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("alembic", reason="mlflow is not installed")
 
 

@@ -34,6 +34,7 @@ def _notebook(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("notebook.py"), tmp_path)
 
 
+@pytest.mark.slow
 def test_it_is_told_of_every_stage_and_step(penstock: Penstock) -> None:
     said = penstock("run", *WORDS, "tracker.options.file=told.txt")
     assert said.code == 0, said.err
@@ -53,6 +54,7 @@ def test_it_is_told_of_every_stage_and_step(penstock: Penstock) -> None:
     assert not (run / "tensorboard").exists()
 
 
+@pytest.mark.slow
 def test_several_trackers_hear_of_one_run(penstock: Penstock) -> None:
     """While it goes on: what the address for Prometheus shows, and the samples that are written."""
     Path("token").write_text("0123456789abcdef")
@@ -83,6 +85,7 @@ def test_several_trackers_hear_of_one_run(penstock: Penstock) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_its_failure_is_said_once_and_ends_nothing(penstock: Penstock, tmp_path: Path) -> None:
     said = penstock("run", *WORDS, "tracker.options.fails_at=1")

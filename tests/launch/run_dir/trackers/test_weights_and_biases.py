@@ -59,6 +59,7 @@ def history(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
     rows = odd_rows(40)
     tracker = WandbTracker(group="seeds", tags=["a"])

@@ -103,6 +103,7 @@ def test_the_first_observation_is_the_prompt() -> None:
     assert fingerprint(task) == fingerprint(spec().build())
 
 
+@pytest.mark.slow
 def test_a_conversation() -> None:
     task = spec().build()
     prompt = task.prompt_text(2)
@@ -120,6 +121,7 @@ def test_a_conversation_ends_after_so_many_steps() -> None:
     assert [result.done for result in converse(task.environment(0), "x", "y")] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "nan", "number", "hangs at once"])
 def test_an_environment_that_goes_wrong_ends_its_conversation(
     fault: str, caplog: pytest.LogCaptureFixture
@@ -149,6 +151,7 @@ def test_a_conversation_that_never_began_is_closed() -> None:
     asyncio.run(close())
 
 
+@pytest.mark.slow
 def test_the_alphabet_is_that_of_the_prompts_and_the_option() -> None:
     assert set(task_alphabet(spec(characters="not x").build())) <= set("\nnot x" + LETTERS)
 
@@ -162,6 +165,7 @@ def test_registered_names() -> None:
     assert len(task.prompt_text(0)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [

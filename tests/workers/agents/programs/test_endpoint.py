@@ -31,6 +31,7 @@ async def ask(endpoint: Endpoint, head: str, body: bytes = b"", *, waits: bool =
     return line.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"),
     [("9" * 5000, 404), ("9" * 19, 404), ("x", 404), ("-1", 404), ("\u0663", 404), ("5", 401)],

@@ -110,6 +110,7 @@ async def wander(sequences: ProgramSequences, seed: int, num_requests: int) -> N
             known.append([*messages, {"role": "assistant", "content": said}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(1, 16))

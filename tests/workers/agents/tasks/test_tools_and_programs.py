@@ -81,6 +81,7 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
+@pytest.mark.slow
 def test_tools_of_all_kinds_answer_in_one_conversation():
     tools = {
         "mine": {"kind": "functions", "functions": ["tool_functions:add"]},

@@ -130,6 +130,7 @@ _RESULTS = {
 _OVERRUNS = ("hang", "loop", "ignore signals")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", _ENDS)
 def test_a_function_that_fails_costs_its_own_call(pooled: Loop, way: str) -> None:
     found = pooled.call("misbehave", how=way)
@@ -160,6 +161,7 @@ def test_every_way_to_misbehave_is_tried() -> None:
     assert {*_ENDS, *_RESULTS, *_OVERRUNS} | forks == set(WAYS)
 
 
+@pytest.mark.slow
 def test_what_an_overrunning_function_has_started_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

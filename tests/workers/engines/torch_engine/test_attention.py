@@ -70,6 +70,7 @@ def test_outputs_and_gradients_are_those_of_torch(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 7])
 def test_a_row_does_not_see_how_long_the_cache_is(heads: int, dtype: torch.dtype) -> None:

@@ -38,9 +38,15 @@ def responses(roll: Rollout) -> dict[tuple[int, int], tuple[list[int], list[floa
     return found
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama-all-heads", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama-all-heads", "qwen2-tied")),
+    ],
+)
 def test_a_sample_does_not_depend_on_its_batch(name: str, dtype: str, threads: int):
     policy = make_policy(name, dtype=dtype)
     prompt, prompt_id = make_prompts(33)
@@ -59,6 +65,7 @@ def test_a_sample_does_not_depend_on_its_batch(name: str, dtype: str, threads: i
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", [*PLAIN, "mixtral"])
 def test_nor_through_the_hugging_face_forward(name: str, threads: int):
@@ -78,6 +85,7 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
     assert module_of(policy).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_behavior_logprobs_equal_evaluation(name: str, temperature: float):

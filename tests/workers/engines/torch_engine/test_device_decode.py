@@ -89,6 +89,7 @@ def assert_same(left: Responses, right: Responses) -> None:
 # --- the samples of the plain loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "dtype"), [*((way, "float32") for way in WAYS), ("plainly", "bfloat16")]
 )
@@ -102,6 +103,7 @@ def test_samples_are_those_of_the_plain_loop(way: str, dtype: str, monkeypatch: 
         assert_same(on_device(monkeypatch, network, sampling, max_rows), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plainly", "filtered", "to a string"])
 def test_responses_go_on_as_in_the_plain_loop(way: str, monkeypatch: pytest.MonkeyPatch):
     network = network_of("qwen2-tied")
@@ -129,6 +131,7 @@ def test_rows_are_given_once_each_and_none_is_shorter_than_was_promised(
             assert int(later.responses.length.min()) >= ended.at_least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [512, 1])
 def test_tokens_after_new_weights_are_theirs(rows: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generator, "decode", decode_on_device)
@@ -180,6 +183,7 @@ def test_the_host_looks_at_every_token_for_strings(monkeypatch: pytest.MonkeyPat
     assert {count for count, _ in looks} == {1}
 
 
+@pytest.mark.slow
 def test_rows_that_ended_leave_by_halves(monkeypatch: pytest.MonkeyPatch):
     looks = spied(monkeypatch)
     network, sampling = network_of("qwen2-tied"), Sampling(num_samples=12, max_new_tokens=90)

@@ -19,6 +19,7 @@ def nothing() -> None:
     """The same weights stay."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])
 def test_tokens_after_are_of_the_new_weights(name: str) -> None:
     policy: Any = make_policy(name)
@@ -39,6 +40,7 @@ def test_tokens_after_are_of_the_new_weights(name: str) -> None:
     assert set(before.version[before.mask].tolist()) == {7}
 
 
+@pytest.mark.slow
 def test_rows_that_enter_later_begin_with_the_new_weights() -> None:
     """There is room for one response at a time."""
     policy: Any = make_policy(max_decode_rows=1)

@@ -158,6 +158,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(tmp_path: Path) -> None:
     assert worker.weights_sha256() == other.weights_sha256()
 
 
+@pytest.mark.slow
 def test_a_critic_trains_adapters_and_its_head() -> None:
     spec = TorchValueSpec(
         model=ModelSpec(architecture=QWEN), optimizer=OptimizerSpec(lr=1e-2), lora=LORA

@@ -56,6 +56,7 @@ def test_logits_equal_hugging_face(name: str, same_prompt: bool):
         torch.testing.assert_close(found.spread(logits), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_prompt", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_equal_hugging_face(name: str, same_prompt: bool):
@@ -128,6 +129,7 @@ def test_the_same_bits_are_asked_for_during_a_call_alone(monkeypatch: pytest.Mon
         assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_computing_activations_again_changes_no_bit(name: str) -> None:
     batch, found = make_batch(make_policy(name)), list[dict[str, Tensor]]()

@@ -35,9 +35,9 @@ def train(policy: PolicyWorker, steps: range) -> None:
             policy.train(ClippedPolicyLoss(), make_batch(make_policy()), num_minibatches=2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("saved_after", [0, 2])
-@pytest.mark.parametrize("trained_before", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saved_after", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("trained_before", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_resumed_worker_goes_on_bit_for_bit(
     tmp_path: Path, dtype: str, saved_after: int, trained_before: int
 ):
@@ -75,6 +75,7 @@ def _sleeps(policy: PolicyWorker, state: Path) -> None:
     policy.sleep()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [_trains, _is_given_weights, _is_given_a_state, _follows, _sleeps]
 )
@@ -184,6 +185,7 @@ def test_values_are_read_before_each_token_and_scores_after_the_last():
     assert not values[~batch.mask].any()
 
 
+@pytest.mark.slow
 def test_a_value_head_starts_at_zero_and_learns():
     batch = make_batch(make_policy())
     spec = TorchValueSpec(

@@ -84,6 +84,7 @@ def check_promises(given_: list[EndedRows], num_rows: int) -> None:
             assert later.at_least >= ended.at_least
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 9),
@@ -104,6 +105,7 @@ def test_a_response_does_not_depend_on_when_it_entered(
     assert_same(collected(given_, rows, max_new), alone(generator(), prompts, sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_nor_on_how_far_the_longest_row_goes(threads: int):
     """Sums over 192 to 384 positions are where a plain product of float32 depends on it."""
@@ -209,7 +211,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("most_new", [1, 4, 30])
+@pytest.mark.parametrize(
+    "most_new",
+    [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(30, marks=pytest.mark.slow)],
+)
 def test_segments_make_what_one_call_makes(way: str, most_new: int):
     sampling = Sampling(num_samples=3, max_new_tokens=17, **WAYS[way])
     prompts = make_prompts(5)
@@ -221,6 +226,7 @@ def test_segments_make_what_one_call_makes(way: str, most_new: int):
         assert_same(cut, once, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral-window"])
 def test_segments_go_through_the_hugging_face_forward_too(name: str):
     assert name in PLAIN
@@ -231,6 +237,7 @@ def test_segments_go_through_the_hugging_face_forward_too(name: str):
         assert_same(cut, once, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_what_goes_on_does_not_depend_on_its_batch_either():
     sampling = Sampling(num_samples=2, max_new_tokens=30, min_new_tokens=12)
     prompt, prompt_id = make_prompts(9, longest=40)

@@ -78,6 +78,7 @@ def columns(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens, mask, logprob
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama", "qwen3"])
 def test_log_probabilities_are_those_of_the_whole_text(family: str):
     actor = policy(family)
@@ -87,6 +88,7 @@ def test_log_probabilities_are_those_of_the_whole_text(family: str):
     assert turns.num_reused > turns.num_read / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_rows", "patience", "seed"), [(64, 0.0, 0), (64, 0.9, 1), (16, 0.5, 2), (3, 0.8, 3)]
 )

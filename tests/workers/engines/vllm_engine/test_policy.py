@@ -56,6 +56,8 @@ from vllm_models import (
     start,
 )
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(num_samples=3, max_new_tokens=20)
 CHANGED: dict[str, Any] = {}
 """What of the process differed after the engine's start."""
@@ -86,7 +88,6 @@ def policy(module: Any) -> Generator[VllmPolicy]:
     made.close()
 
 
-@pytest.mark.slow
 def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
     assert {name: changed for name, changed in CHANGED.items() if changed} == {}
 
@@ -205,7 +206,6 @@ def test_responses_go_on_where_earlier_calls_have_left_them(
 # --- sleeping
 
 
-@pytest.mark.slow
 def test_a_sleeping_engine_frees_its_cache_and_wakes_as_it_was(policy: VllmPolicy):
     prompt, prompt_id = long_prompts(32, 100)
     sampling = Sampling(num_samples=8, max_new_tokens=100)

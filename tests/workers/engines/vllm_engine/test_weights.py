@@ -28,6 +28,8 @@ from vllm_models import (
     start,
 )
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(num_samples=2, max_new_tokens=20)
 
 
@@ -61,7 +63,6 @@ def deliver(policy: VllmPolicy, weights: dict[str, Tensor]) -> int:
     return version
 
 
-@pytest.mark.slow
 def test_logprobs_are_hugging_faces_after_0_1_2_and_50_updates(policy: VllmPolicy, module: Any):
     assert difference(policy, module) < 1e-5
     for update in range(1, 51):

@@ -78,6 +78,7 @@ def test_exploration_falls_with_training_and_travels_with_the_weights() -> None:
     assert float(copy.module.epsilon) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_it_learns_the_targets() -> None:
     q = built()
     losses: list[float] = []
@@ -173,6 +174,7 @@ def run(to: int, folder: CheckpointStore | None) -> dict[str, dict[str, bytes]]:
     return {role: weights_of(executor.role("all", role)) for role in small.trained}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_replay_bit_for_bit(tmp_path: Path) -> None:
     folder = CheckpointStore(tmp_path)
     run(4, folder)

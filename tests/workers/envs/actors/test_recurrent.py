@@ -170,6 +170,7 @@ def batch_of(traj: Trajectories) -> ActorCriticBatch:
     return actor_critic_batch(traj, values, GaeTargets(advantage=advantage, value_target=target))
 
 
+@pytest.mark.slow
 @ENVS
 def test_the_loss_does_not_depend_on_micro_batches(env: EnvSpec) -> None:
     found: list[dict[str, float]] = []

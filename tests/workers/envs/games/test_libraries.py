@@ -46,6 +46,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs"), RULES)
 @given(seed=st.integers(0, 2**31))
 def test_the_rules_are_ours(ours: BoardSpec, theirs: LibraryGameSpec, seed: int) -> None:
@@ -57,6 +58,7 @@ def test_the_rules_are_ours(ours: BoardSpec, theirs: LibraryGameSpec, seed: int)
     assert torch.equal(places.transpose(-1, -2).flatten(-2), one.obs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["Hex-v1", "Othello-v1", "LeducHoldem-v1", "Backgammon-v1"])
 def test_games_depend_on_seed_and_step_and_neither_on_threads_nor_on_company(game: str) -> None:
     one, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, group_size=12)
@@ -180,6 +182,7 @@ def test_a_game_of_ones_own(nim: Any) -> None:
     assert alike(games, play(nim(), Scripted(2, 0), Scripted(0, 1), games=6)[0])
 
 
+@pytest.mark.slow
 def test_a_game_that_forks_does_not_double_the_run(
     nim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_ppo_so_configured_has_the_weights_of_a2c() -> None:
     assert float((ours[-1] - ours[0]).abs().max()) > 1e-3, "nothing was learned"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"epochs": 2}, {"gae_lambda": 0.95}])
 def test_with_other_options_it_is_not_a2c(other: dict[str, Any]) -> None:
     ours, its = by_step(env_ppo_step, a2c(**other)), by_a2c()

@@ -57,6 +57,7 @@ def population(**options: Any) -> Configured:
     return Configured(population_step, cfg, graph, {"rows": EnvRowSource(8, 2)}, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="EnvPool is installed on Linux")
 @pytest.mark.parametrize(("game", "max_turns"), [("LeducHoldem-v1", 4), ("Hex-v1", 7)])
 def test_self_play_of_cards_and_of_games_cut_off(game: str, max_turns: int) -> None:

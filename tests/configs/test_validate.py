@@ -105,6 +105,7 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
     assert "now 'algorithm.cfg.loss.normalize_" in refusal(given, Whole, "algorithm.cfg")
 
 
+@pytest.mark.slow
 def test_no_key_is_renamed_to_one_that_is_not_there() -> None:
     keys = {row.split("`")[1] for row in key_reference().splitlines() if row.startswith("| `")}
     # Of an algorithm whose keys are on its own page, and of a verifier.

@@ -66,6 +66,7 @@ def test_an_algorithm_of_one_s_own(tmp_path: Path) -> None:
     assert run(tmp_path, *words)["stages"] == ["sft", "median"]
 
 
+@pytest.mark.slow
 def test_two_policies_train_each_other(tmp_path: Path) -> None:
     words = ("algorithm=proposer_solver", *SFT, "algorithm.per_step.prompts=2")
     made = run(tmp_path, *words)

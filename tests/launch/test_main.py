@@ -105,6 +105,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) 
     )
 
 
+@pytest.mark.slow
 def test_the_commands_help_names_groups_and_keys(penstock: Penstock) -> None:
     said = penstock("run", "--help")
     assert said.code == 0

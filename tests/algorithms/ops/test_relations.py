@@ -47,6 +47,7 @@ def test_options_inherit_from_at_most_one_class(name: str) -> None:
     assert len(kinds) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_KL)
 def test_without_a_kl_there_is_no_reference(name: str) -> None:
     assert "ref" in recorded(composed(name).algorithm, 0)[-1].graph.roles

@@ -171,6 +171,7 @@ def test_a_failure_aborts_once_and_for_good(
         assert scheduler.handle(CheckpointSaved(1, 1e9)) == []
 
 
+@pytest.mark.slow
 @histories(100)
 @given(flows(), LAGS, st.integers(1, 4), SEEDS, st.integers(0, 30))
 def test_whatever_stops_answering_is_noticed(

@@ -67,6 +67,7 @@ def test_what_is_missing_is_said_with_its_use(
     assert packages["peft"].startswith("missing, for adapters: pip install")
 
 
+@pytest.mark.slow
 def test_what_bfloat16_and_devices_come_to(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def test_what_a_cluster_has_is_said(penstock: Penstock, monkeypatch: pytest.Monk
     assert found.endswith("imports included; joined 2 machines with 32 CPUs, 8 GPUs")
 
 
+@pytest.mark.slow
 def test_what_does_not_start_is_ended(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     def create(*_: object) -> Any:
         raise AssertionError

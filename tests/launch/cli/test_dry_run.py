@@ -60,6 +60,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
+@pytest.mark.slow
 def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_path: Path) -> None:
     write(graph=build(grpo_step, cfg=GRPO(), name="grpo").fingerprint)
     said = penstock(*RUN, "cluster=h100", "cluster.num_nodes=3", "cluster.devices_per_node=4")
@@ -91,6 +92,7 @@ def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -118,6 +120,7 @@ def test_streaming_that_cannot_be(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_a_cluster_it_is_the_plans(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN)

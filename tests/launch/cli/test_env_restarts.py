@@ -43,6 +43,7 @@ WORDS = (
 )
 
 
+@pytest.mark.slow
 def test_one_bad_environment_of_many_is_restarted_and_counted(
     penstock: Penstock,
     tmp_path: Path,
@@ -132,6 +133,7 @@ LATE = """
 """
 
 
+@pytest.mark.slow
 def test_what_was_learnt_is_written_though_the_last_measurement_fails(
     penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

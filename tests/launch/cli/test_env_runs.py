@@ -75,6 +75,7 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
     assert seeds[1] == seeds[0] + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -198,6 +199,7 @@ def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> N
     assert job("algorithm=grpo").executor.num_threads is None
 
 
+@pytest.mark.slow
 def test_the_next_run_of_a_process_has_the_processs_own_number_of_threads(
     penstock: Penstock, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_players_begin_apart_unless_both_are_told(actor: Path, tmp_path: Path) -
     assert (found["first"].start, found["second"].start) == (None, str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -86,6 +86,7 @@ def test_a_run_is_the_same_with_and_without_evaluations(penstock: Penstock, max_
     assert len(kept) == 2, "the newest, and the best"
 
 
+@pytest.mark.slow
 def test_a_plain_run_says_what_it_said(penstock: Penstock) -> None:
     said = penstock("run", *TINY, "evaluation.num_prompts=16", "algorithm.num_steps=2")
     assert said.code == 0, said.err
@@ -97,6 +98,7 @@ def test_a_plain_run_says_what_it_said(penstock: Penstock) -> None:
     assert not any(name.startswith("evaluation/") for row in rows for name in row)
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_share_of_right_answers_is_said_beside_the_accuracy(
     penstock: Penstock,
 ) -> None:
@@ -168,6 +170,7 @@ def test_on_demand_a_run_is_measured_as_it_measured_itself(penstock: Penstock) -
 # --- refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

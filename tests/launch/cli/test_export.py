@@ -54,6 +54,7 @@ def sha256(folder: Path) -> str:
     return tensors_sha256(dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_the_folder_loads_with_transformers_and_has_the_runs_weights(
     penstock: Penstock, run: Path
 ) -> None:

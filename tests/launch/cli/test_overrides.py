@@ -153,6 +153,7 @@ CONF: Sequence[Sequence[str]] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("folder", CONF, ids=" ".join)
 def test_own_configurations_in_a_run(folder: Sequence[str]) -> None:
@@ -173,6 +174,7 @@ def test_own_configurations_in_a_sweep(folder: Sequence[str]) -> None:
     assert found == [(4, 5, 1), (150, 5, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("command", ["run", "dry_run", "graph", "eval", "plan"])
 @pytest.mark.parametrize("more", [["--config-dir", "more"], ["hydra.searchpath=[more]"]], ids=str)

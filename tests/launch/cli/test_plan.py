@@ -34,6 +34,7 @@ def asked(penstock: Penstock, *words: str) -> dict[str, Any]:
 # --- what it answers
 
 
+@pytest.mark.slow
 def test_json_holds_what_programs_need(penstock: Penstock) -> None:
     found = asked(penstock)
     assert found["feasible"] is True
@@ -80,6 +81,7 @@ def test_text_and_files_show_the_same_plan(penstock: Penstock) -> None:
     assert generated[0]["dur"] == pytest.approx(seconds * 1e6, abs=1)
 
 
+@pytest.mark.slow
 def test_roles_may_have_models_of_their_own(penstock: Penstock) -> None:
     words = ("plan.models.critic=qwen2.5-0.5b", "plan.models.reward=null", "model=qwen2.5-1.5b")
     found = asked(penstock, *words)
@@ -88,6 +90,7 @@ def test_roles_may_have_models_of_their_own(penstock: Penstock) -> None:
     assert "reward.score" not in found["nodes"]
 
 
+@pytest.mark.slow
 def test_a_model_folder_gives_its_shape(penstock: Penstock, tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
@@ -98,6 +101,7 @@ def test_a_model_folder_gives_its_shape(penstock: Penstock, tmp_path: Path) -> N
     assert found["nodes"]["critic.train"]["model"] == "my-model"
 
 
+@pytest.mark.slow
 def test_lengths_may_be_a_histogram(penstock: Penstock) -> None:
     short = asked(penstock, "workload.response=256")
     spread = asked(penstock, "workload.response={tokens: [16, 496], weights: [1, 1]}")
@@ -127,6 +131,7 @@ def test_auto_says_which_lag_wins_and_by_how_much(penstock: Penstock) -> None:
     assert other["factor"] >= 1
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_a_lag_that_the_loss_cannot_correct_for(
     penstock: Penstock, tmp_path: Path
 ) -> None:
@@ -151,6 +156,7 @@ def test_auto_leaves_out_a_lag_that_the_loss_cannot_correct_for(
     assert "reads no 'behavior_logprob'" in said.err
 
 
+@pytest.mark.slow
 def test_pins_are_kept(penstock: Penstock) -> None:
     found = asked(
         penstock,
@@ -173,6 +179,7 @@ def test_mixed_clusters_name_their_devices(penstock: Penstock) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_more_than_a_group_to_be_planned(penstock: Penstock) -> None:
     """GRPO's reward is a rule, which has no model and costs nothing."""
     found = json.loads(penstock("plan", "--json", "model=qwen2.5-0.5b").out)
@@ -189,6 +196,7 @@ def test_cfg_job_checks_what_it_shows(penstock: Penstock) -> None:
 # --- what fits nowhere
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> None:
     said = penstock("plan", *SMALL, "model=llama-70b", "json=plan.json")
     assert said.code == 2
@@ -356,6 +364,7 @@ def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> No
     )
 
 
+@pytest.mark.slow
 def test_streaming_is_predicted_for_the_plan_that_is_fastest_without(penstock: Penstock) -> None:
     words = ("algorithm=grpo", "model=qwen2.5-0.5b", "plan.pins.apart=[[actor,actor.generate]]")
     lengths = "workload.response={tokens: [8,64,512,1024], weights: [50,30,15,5]}"
@@ -365,6 +374,7 @@ def test_streaming_is_predicted_for_the_plan_that_is_fastest_without(penstock: P
     assert "streaming" not in penstock("plan", *words, lengths).out
 
 
+@pytest.mark.slow
 def test_segments_are_chosen_with_the_lag(penstock: Penstock) -> None:
     words = ("algorithm=grpo", "schedule=auto", "plan.segments=[0,512,16]", "plan.lags=[0]")
     lengths = "workload.response={tokens: [64,128,4096], weights: [50,45,5]}"

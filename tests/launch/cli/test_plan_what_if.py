@@ -53,6 +53,7 @@ def test_other_pins_are_compared_with_the_plan(penstock: Penstock) -> None:
     assert ", pp4 " in below
 
 
+@pytest.mark.slow
 def test_a_file_takes_the_place_of_the_pins(penstock: Penstock) -> None:
     Path("tp.yaml").write_text("layouts: {actor.train: {tp: 2}}\n")
     found = asked(penstock, "plan.pins.layouts.actor.train.pp=4", "plan.compare=[tp.yaml]")
@@ -121,6 +122,7 @@ def run_of(penstock: Penstock, *, num_steps: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_is_compared_with_its_plan(penstock: Penstock) -> None:
     folder = run_of(penstock, num_steps=4)
     said = penstock("plan", *SMALL, f"plan.compare=[{folder}]", "json=a.json", "html=a.html")
@@ -135,6 +137,7 @@ def test_a_run_is_compared_with_its_plan(penstock: Penstock) -> None:
     assert float(bar.attrib["data-end-s"]) == pytest.approx(run["step_time_s"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "words", "messages"),
     [
@@ -167,6 +170,7 @@ def test_pins_under_which_nothing_fits_name_their_file(penstock: Penstock) -> No
     assert json.loads(Path("out.json").read_text())["reason"] == said
 
 
+@pytest.mark.slow
 def test_the_fewest_nodes_that_are_fast_enough(penstock: Penstock) -> None:
     words = ("cluster.num_nodes=3", "workload.num_prompts=512")
     times = {

@@ -128,6 +128,7 @@ def test_ppo_trains_its_reward_model_first_and_not_if_a_rule_is_the_reward(
     assert summary_of(only_run(Path("second")))["stages"] == ["sft", "ppo"]
 
 
+@pytest.mark.slow
 def test_reward_modelling_alone(penstock: Penstock) -> None:
     said = penstock("run", "algorithm=reward_modelling", *TINY, *REWARDS)
     assert said.code == 0, said.err
@@ -147,6 +148,7 @@ def test_multirun_makes_a_run_for_each_job(penstock: Penstock) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["runs"]
 
 
+@pytest.mark.slow
 def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may edit the source tree while a run goes on."""
     seen = (CodeVersion("1", "c0ffee", dirty=reading > 0) for reading in count())
@@ -157,6 +159,7 @@ def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.M
     assert record_of(RunFolder(only_run())).code == CodeVersion("1", "c0ffee")
 
 
+@pytest.mark.slow
 def test_a_failing_worker_ends_with_code_1_and_a_way_to_continue(
     penstock: Penstock, tmp_path: Path
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_run_is_not_resumed_on_other_data(penstock: Penstock) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> None:
     run = unfinished(penstock)
     about = json.loads((run / "run.json").read_text())
@@ -240,6 +244,7 @@ def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> 
     assert summary_of(run)["resumed"]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_another_file_of_the_users_says_so_and_goes_on(
     penstock: Penstock,
 ) -> None:
@@ -284,6 +289,7 @@ def test_a_run_is_not_resumed_from_another_model(penstock: Penstock, key: str) -
     )
 
 
+@pytest.mark.slow
 def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penstock) -> None:
     Path("marking.py").write_text(
         "def mark(prompt, response, answer):\n"

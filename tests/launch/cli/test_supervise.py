@@ -102,6 +102,7 @@ SAYS_MORE = "if number < 2:\n    tell(may_go_on={})\n    sys.exit(1)\n"
 RESUMED = ("resume=runs/it", "algorithm.num_steps=9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "words", "code", "num_starts"),
     [
@@ -183,6 +184,7 @@ supervise.supervise_command([])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death there")
 def test_a_parent_that_is_killed_ends_the_run_and_leaves_nothing(
     standing_in: Path, tmp_path: Path

@@ -84,6 +84,7 @@ def test_a_sweep_of_other_keys_is_not_gone_on_with(tmp_path: Path) -> None:
         other.load(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fonts")
 def test_the_picture_has_a_chart_for_each_key(tmp_path: Path) -> None:
     sweep = swept(LR, LAG, number=5, came_out=_nearness)

@@ -104,6 +104,7 @@ def own_step(*arguments: Any, **more: Any) -> Any:
     """Replaced by the test: the name is what counts."""
 
 
+@pytest.mark.slow
 def test_a_step_of_the_program_itself_is_run_here_and_refused_elsewhere(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_step_of_the_program_itself_is_run_here_and_refused_elsewhere(
         package.run(*own, *words, "algorithm.step=__main__:own_stp")
 
 
+@pytest.mark.slow
 def test_what_fails_while_it_runs_has_the_original_error_and_the_line(here: Path) -> None:
     (here / "failing.py").write_text(
         "from penstock.algorithms.roles import Reward\n"

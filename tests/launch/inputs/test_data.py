@@ -66,6 +66,7 @@ def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_of_ones_own_is_trained_on(penstock: Penstock, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("parities.py"), tmp_path)
     words = (
@@ -84,6 +85,7 @@ def test_one_of_ones_own_is_trained_on(penstock: Penstock, tmp_path: Path) -> No
     assert "num_train: 20" in (run / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_conversations_are_trained_on_and_shown_as_such(penstock: Penstock, tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "tokenizer", CHATML)
     words = (

@@ -76,6 +76,7 @@ def test_a_device_is_known_by_its_name(name: str, option: str | None) -> None:
     assert preset_of(name, options_of("cluster")) == option
 
 
+@pytest.mark.slow
 def test_all_gpus_of_a_machine_are_used_without_a_calibration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,6 +92,7 @@ def test_all_gpus_of_a_machine_are_used_without_a_calibration(
     )
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_machine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     less = 60 * 2**30
     has(monkeypatch, [("NVIDIA H200", less), ("NVIDIA H200", less + 1)])

@@ -84,6 +84,7 @@ def refusal(*words: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_hub_is_its_snapshot(hub: Hub, saved: Path) -> None:
     config = run_config(composed("model=org/tiny"))
     job = prepare(resolve(config))
@@ -153,6 +154,7 @@ def test_weights_are_fetched_when_all_else_is_right(hub: Hub) -> None:
     assert "model.safetensors" not in hub.served
 
 
+@pytest.mark.slow
 def test_refusals_of_a_hub(hub: Hub, saved: Path) -> None:
     hub.gated.add("org/gated")
     assert refusal("model=org/none") == (
@@ -190,6 +192,7 @@ def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -156,6 +156,7 @@ def test_an_earlier_stage_has_as_many_ranks_as_divide_its_batch(tmp_path: Path) 
     assert [group.num_ranks for group in made["ppo"].placement.groups] == [4]
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="memory|needed|fit"):
         planned(tmp_path, calibration(memory_bytes=2**20))

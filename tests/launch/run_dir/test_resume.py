@@ -254,6 +254,7 @@ def test_a_finished_run_that_is_given_more_steps_ends_as_one_that_had_them(
     assert [change["step"] for change in summary_of(run)["changes"]] == [4, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_ran_ahead_is_not_extended_beyond_its_end(penstock: Penstock) -> None:
     ahead = ("algorithm.per_step.prompts=4", "algorithm.cfg.sampling.num_samples=2")
     words = (*TINY, *ahead, "algorithm.roles.actor.start=model", "schedule.max_lag=1")

@@ -127,6 +127,7 @@ def test_the_lowest_loss_is_the_best_one(tmp_path: Path) -> None:
         made_ready("sft", *FILE, "evaluation.every=1", "evaluation.keep_best=accuracy")
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fill_a_step_and_problems_not_asked_are_said() -> None:
     job = made_ready("sft", *FILE)
     (note,) = [note for report in job.reports for note in report.notes]

@@ -55,6 +55,7 @@ def test_a_run_that_fits_starts() -> None:
     prepare(config_of(*SMOLLM2, "executor.memory_limit=6GiB"))
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_plain_path_cannot_hold() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=4.5GiB")
     assert said == PREDICTED.format(limit="4.50 GiB") + (
@@ -83,11 +84,13 @@ def test_generation_is_bounded_by_rows() -> None:
     prepare(config_of(*SMOLLM2, "executor.memory_limit=3.8GiB", *keys))
 
 
+@pytest.mark.slow
 def test_evaluation_counts() -> None:
     words = (*SMOLLM2, "task.num_held_out=512", "evaluation.num_prompts=512")
     assert "in 'evaluation': kv cache" in refusal(*words, "executor.memory_limit=6GiB")
 
 
+@pytest.mark.slow
 def test_nothing_makes_it_fit() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=2GiB")
     assert said == PREDICTED.format(limit="2.00 GiB") + (

@@ -56,6 +56,7 @@ def test_weights_that_come_by_timing_are_named_with_the_group_that_samples() -> 
     assert line.endswith("to change that: schedule.in_flight=false")
 
 
+@pytest.mark.slow
 def test_conversations_with_something_outside_are_named() -> None:
     (line,) = named("algorithm=agent_grpo", "task=calculator", deterministic=False)
     assert line.startswith("group 'all' cannot be restarted exactly: what answers in ")

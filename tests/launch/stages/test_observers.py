@@ -98,6 +98,7 @@ def graph_of(algorithm: str, *words: str) -> Graph:
     return resolved(composed).main.graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", COLUMNS)
 def test_the_trained_rows_are_kept_with_what_is_said_of_each(algorithm: str) -> None:
     graph = graph_of(algorithm)

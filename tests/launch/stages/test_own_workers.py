@@ -102,6 +102,7 @@ def test_a_trained_one_gets_the_optimizer() -> None:
     assert frozen.optimizer.frozen == ("model.embed_tokens.*",)
 
 
+@pytest.mark.slow
 def test_an_argument_of_another_type_is_its_own() -> None:
     words = ("algorithm=grpo", "algorithm.roles.reward.worker=own_workers:Named")
     run = config_of(*words, "algorithm.roles.actor.start=model")
@@ -115,6 +116,7 @@ def test_an_argument_of_another_type_is_its_own() -> None:
 # --- what is refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

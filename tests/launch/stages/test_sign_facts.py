@@ -23,6 +23,7 @@ def test_groups_are_compared_where_an_op_takes_them_whole(algorithm: str, compar
     assert facts(f"algorithm={algorithm}").compares_groups == compares
 
 
+@pytest.mark.slow
 def test_advice_names_the_keys_that_a_stage_has() -> None:
     options = facts("algorithm=reference_grpo", "algorithm.cfg.epochs=4").options
     assert options["entropy_coef"] == "algorithm.cfg.loss.entropy_coef"

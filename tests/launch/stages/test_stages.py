@@ -156,6 +156,7 @@ def test_a_group_without_work_is_refused() -> None:
         stages("executor=ray_split", "executor.groups.spare=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "total"),
     [

@@ -171,6 +171,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         sampled(tmp_path, [METRIC])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("at_end", [True, False])
 def test_a_hole_is_not_searched_through(tmp_path: Path, at_end: bool) -> None:

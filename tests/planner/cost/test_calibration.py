@@ -145,6 +145,7 @@ def test_times_that_follow_the_model_are_met_again(
         assert predicted == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_constants_are_those_that_made_the_times() -> None:
     seconds = [taken_s(c, 0.5, 0.2, 1e-3) for c in calls()]
     fit = fitted(seconds)
@@ -160,6 +161,7 @@ def test_the_constants_are_those_that_made_the_times() -> None:
     assert found.hop_s == CPU_DEFAULTS.hop_s
 
 
+@pytest.mark.slow
 def test_noise_of_a_fifth_leaves_the_calls_predicted_within_a_fifth() -> None:
     noise = [1.2, 1 / 1.2] * len(calls())
     seconds = [

@@ -129,6 +129,7 @@ def test_the_torch_engine_is_data_parallel_only() -> None:
         assert (layout.tp, layout.pp, layout.zero) == (1, 1, 0)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_refused_with_the_ledger_and_a_way_out() -> None:
     with pytest.raises(PlanError) as refused:
         plan(h100(1), 70, 70)

@@ -63,6 +63,7 @@ def test_plans_are_deterministic_and_survive_json(pair: tuple[Sharding, Sharding
     assert TransferPlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 @given(transfers(), st.sampled_from([1, 30, 10**6]))
 @settings(max_examples=200, deadline=None)
 def test_replicas_share_the_sending_to_within_a_slice(

@@ -147,6 +147,7 @@ def test_the_rollout_is_laid_out_as_the_table_says(case: Case):
     assert 0 < int(roll.finished.sum()) < len(roll.finished)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_batch(case: Case):
     prompt, prompt_id = make_prompts(24)
     whole = by_sample(generate(case.policy, prompt, prompt_id, SAMPLING), 3)

@@ -187,6 +187,7 @@ def _tracked(folder: Path, **options: Any) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.slow
 def test_a_tracker_neither_doubles_the_run_nor_changes_its_metrics(tmp_path: Path) -> None:
     with copies_end():
         assert _tracked(tmp_path) == {"loss": 1.0}

@@ -103,6 +103,7 @@ def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
     assert [record.exit.exit_code for record in everything if record.HasField("exit")] == [0]
 
 
+@pytest.mark.slow
 def test_the_process_exits_as_before(tmp_path: Path) -> None:
     before = (sys.exit, sys.excepthook)
     tracker = WandbTracker()
@@ -112,6 +113,7 @@ def test_the_process_exits_as_before(tmp_path: Path) -> None:
     assert (sys.exit, sys.excepthook) == before
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_under_the_same_name(tmp_path: Path) -> None:
     for first, last in ((0, 4), (2, 3)):
         tracker = WandbTracker()

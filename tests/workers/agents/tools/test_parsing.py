@@ -63,6 +63,7 @@ def _rendered(calls: list[ToolCall], format: FormatName) -> str:
     return f"[{', '.join(written)}]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
 @given(calls=_CALLS)
 @example(calls=[ToolCall("f", {"a": "</think>"})])

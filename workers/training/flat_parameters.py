@@ -31,13 +31,16 @@ class FlatParameters:
     """Owner of a module's weights and gradients, of one dtype on one device.
 
     Parameters are re-pointed into the buffer; tied ones stay tied, and `fused` ones lie side by
-    side, so that `fused_weight` has them stacked along dimension 0.
+    side, so that `fused_weight` has them stacked along dimension 0. Weights of an `empty` module
+    come later; none are copied.
     """
 
     def __init__(
         self,
         module: nn.Module | Mapping[str, nn.Parameter],
         fused: Sequence[tuple[str, ...]] = (),
+        *,
+        empty: bool = False,
     ) -> None:
         named = module.named_parameters() if isinstance(module, nn.Module) else module
         parameters = dict(named)
@@ -46,7 +49,8 @@ class FlatParameters:
         size = sum(_aligned(sum(parameters[name].numel() for name in run)) for run in runs)
         first = next(iter(parameters.values()))
         # The buffer, [size]. Gaps between parameters are zero and stay zero.
-        self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
+        make = torch.empty if empty else torch.zeros
+        self.data = make(size, dtype=first.dtype, device=first.device)
         # The gradient buffer, f32[size], or None until `enable_gradients`
         self.grad: Tensor | None = None
         self._spans: dict[str, tuple[int, torch.Size]] = {}
@@ -59,7 +63,8 @@ class FlatParameters:
                 parameter = parameters[name]
                 self._spans[name] = (start, parameter.shape)
                 view = self.view(self.data, name)
-                view.copy_(parameter.detach())
+                if not empty:
+                    view.copy_(parameter.detach())
                 # The object stays: the module, and what is tied to it, go on to use it.
                 parameter.data = view
                 start += parameter.numel()

@@ -192,7 +192,8 @@ class WholeNetwork:
         self.device = self.flat.data.device
         self._is_large = sum(weight.numel() for weight in module.parameters()) > _LARGE
         self.replicas = rank_group(context, self.device)
-        self.replicas.broadcast_(self.flat.data)
+        if not context.places:  # a view's weights come later, to each process
+            self.replicas.broadcast_(self.flat.data)
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
         dtype = str(self.flat.data.dtype).removeprefix("torch.")
         self.layout = unsharded(shapes, range(context.num_processes), dtype=dtype)

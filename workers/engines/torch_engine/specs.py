@@ -11,6 +11,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.resharding.sharding import Sharding
+from ...models.architecture import empty_model
 from ...models.lora import LoraSpec, adapt
 from ...models.spec import Head, ModelSpec
 from ...models.tokenizer import TokenizerSpec
@@ -20,8 +21,15 @@ from ...training.host_memory import HostCopy, dropped, keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .generator import TorchGenerator
-from .network import SplitWeights, TorchNetwork, frozen_weights, make_network, prepare_same_bits
-from .tensor_parallel import check_divides, tensor_parallel_network
+from .network import (
+    SplitWeights,
+    TorchNetwork,
+    frozen_weights,
+    is_empty,
+    make_network,
+    prepare_same_bits,
+)
+from .tensor_parallel import check_divides, part_of_module, tensor_parallel_network
 
 
 def check_divided(
@@ -89,6 +97,8 @@ class TorchModel:
 
     def _network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         if not (self.lora or self.shares_weights):
+            if is_empty(context, empty_model(model.config).base_model):
+                return make_network(part_of_module(model, head, context), head, context)
             module = head.whole_model(model, context, context.device)
             return make_network(module, head, context)
         frozen = frozen_weights(model, context, head)

@@ -13,7 +13,7 @@ interleaved.
 - The time is that of bringing new weights from group to group, of every step but the first.
 - Memory is the greatest resident size of each process from the hand-over until training has its
   turn again, above its size before its model was built, against training's own bytes and those of
-  the view.
+  the view that are not training's own.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Seen:
     base_bytes: int = 0  # of the process before its model was built
     received_bytes: list[int] = field(default_factory=list[int])  # in each, from other processes
     peak_bytes: list[int] = field(default_factory=list[int])  # of each and of its generation
+    in_place_bytes: int = 0  # of the view, which are training's own
 
 
 _SEEN = Seen()
@@ -129,12 +130,15 @@ def _watch(worker: Any) -> None:
         count += found if pid != os.getpid() else 0
         return found
 
-    def watched(*given: Any) -> None:
+    def watched(plan: Any, device: int, held: Any, wanted: Any) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the greatest size begins anew
         before = count
-        exchange(*given)
+        exchange(plan, device, held, wanted)
         _SEEN.received_bytes.append(count - before)
         _SEEN.peak_bytes.append(0)
+        trained = {one.untyped_storage().data_ptr() for one in held.values()}
+        shared = [one for one in wanted.values() if one.untyped_storage().data_ptr() in trained]
+        _SEEN.in_place_bytes = sum(one.nbytes for one in shared)
 
     def woken() -> None:
         if _SEEN.peak_bytes:
@@ -209,8 +213,8 @@ def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str,
     split = SplitPolicySpec(train=CountedSpec(train), rollout=TorchGeneratorSpec(**own))
     graph = build(grpo_step, cfg=GRPO(sampling=Sampling(num_samples=2, max_new_tokens=2)))
     devices = tuple(range(len(pair.order)))
-    train_ranks, *sizes = pair.train
-    main = DeviceGroup("main", train_ranks, "cpu", *sizes, devices)
+    train_ranks, train_tensor, stages = pair.train
+    main = DeviceGroup("main", train_ranks, "cpu", train_tensor, stages, devices)
     ranks, tensor = pair.view
     rollout = DeviceGroup("rollout", ranks, tensor_parallel=tensor, devices=pair.order)
     rollout = replace(rollout, within="main") if within else rollout
@@ -260,6 +264,7 @@ def main() -> None:
             sides = (True,) if given.within_only else (True, False)
             pairs.append(compared(name, size, given.rounds, sides))
             print(json.dumps(pairs[-1]), flush=True)
+            report({"pairs": pairs}, given.json)  # the rest may take an hour
     head = ["pair", "size", "of view MB", "received MB", "planned MB", "equal", "s", "s in turns"]
     rows = [
         [
@@ -277,7 +282,6 @@ def main() -> None:
         for one in pairs
     ]
     print(table([*head, "ratio", "peak MB", "ledger MB", "ratio"], rows))
-    report({"pairs": pairs}, given.json)
 
 
 def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[str, Any]:
@@ -294,14 +298,13 @@ def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[s
         for all_ in zip(*seen, strict=True)
     ]
     ledger = [
-        one["training_bytes"] + share.needed_bytes
+        one["training_bytes"] + share.needed_bytes - one["in_place_bytes"]
         for one, share in zip(seen[0], traffic, strict=True)
     ]
-    spreads = {
-        within: spread([s for one in runs for s in one["seconds"]]) if runs else None
-        for within, runs in every.items()
-    }
-    medians = {within: found and found["median"] for within, found in spreads.items()}
+    within, turns = (
+        spread([second for one in runs for second in one["seconds"]]) if runs else None
+        for runs in (every[True], every[False])
+    )
     hashes = {one["sha256"] for runs in every.values() for one in runs}
     fits = all(
         abs(got - share.received_bytes) <= share.received_bytes / 100
@@ -317,11 +320,12 @@ def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[s
         "received_bytes": received,
         "planned_bytes": [share.received_bytes for share in traffic],
         "equal": fits and len(hashes) == 1,
-        "seconds": medians[True],
-        "seconds_take_turns": medians[False],
-        "ratio": medians[False] and medians[True] and medians[True] / medians[False],
-        "spread": spreads[True],
-        "spread_take_turns": spreads[False],
+        "seconds": within["median"] if within else None,
+        "seconds_take_turns": turns["median"] if turns else None,
+        "ratio": within["median"] / turns["median"] if within and turns else None,
+        "spread": within,
+        "spread_take_turns": turns,
+        "in_place_bytes": [one["in_place_bytes"] for one in seen[0]],
         "peak_bytes": peaks,
         "ledger_bytes": ledger,
         "memory_ratio": max(peak / due for peak, due in zip(peaks, ledger, strict=True)),

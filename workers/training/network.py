@@ -202,8 +202,9 @@ class WholeNetwork:
         self.rank_layout = unsharded(lying, [context.process], dtype=dtype)
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        source = self.flat.data if buffer is None else buffer
-        return {name: self.flat.view(source, name) for name in self.flat.names}
+        if buffer is None:
+            return {name: self.flat.parameter(name).detach() for name in self.flat.names}
+        return {name: self.flat.view(buffer, name) for name in self.flat.names}
 
     def held_tensors(self) -> list[Tensor]:
         return [self.flat.data, *self.gradients()]

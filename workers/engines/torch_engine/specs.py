@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -189,7 +190,7 @@ class TorchGeneratorPolicy(GeneratorPolicy):
         if not self.context.places:  # what has come from other processes is kept
             return False
         if self._dropped is None:
-            self._dropped = dropped(self._network.tensors().values())
+            self._dropped = dropped(self._network.held_tensors())
             self._gave_back(self._dropped.num_bytes)
         return True
 
@@ -202,6 +203,10 @@ class TorchGeneratorPolicy(GeneratorPolicy):
 
     def local_tensors(self) -> dict[str, Tensor]:
         return self._network.tensors()
+
+    @override
+    def borrow(self, tensors: Mapping[str, Tensor]) -> None:
+        self._network.flat.borrow(tensors)
 
     def weights_changed(self) -> None:
         """See `ModelWorker.weights_changed`: nothing here is derived from them."""

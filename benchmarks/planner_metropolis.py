@@ -146,10 +146,9 @@ class Walk:
 
     def _other_option(self, state: State) -> State | None:
         k = self._random.randrange(len(state.groups))
-        call_group = self._random.choice(state.groups[k])
-        source = self._choices.has_source(call_group, state.groups[k])
-        options = self._choices.options(call_group, state.allocation[k], source)
-        chosen = {**state.chosen, call_group: self._random.choice(options).option}
+        head = self._random.choice(self._choices.heads(state.groups[k]))
+        options = self._choices.options(head, state.allocation[k])
+        chosen = {**state.chosen, head[0]: self._random.choice(options).option}
         moved = replace(state, chosen=chosen)
         return moved if self._fits(moved) else None
 
@@ -174,13 +173,17 @@ class Walk:
             choice = self._fastest[group, index]
             if choice is None:
                 return None
-            settled.update(zip(group, choice.options, strict=True))
+            heads = [call_group for call_group, _ in self._choices.heads(group)]
+            settled.update(zip(heads, choice.options, strict=True))
         return State(groups, allocation, settled)
 
     def _fits(self, state: State) -> bool:
         return all(
-            sum(state.chosen[call_group].resident_bytes for call_group in group)
-            + max(max(state.chosen[call_group].transient_bytes.values()) for call_group in group)
+            sum(state.chosen[name].resident_bytes for name, _ in self._choices.heads(group))
+            + max(
+                max(state.chosen[name].transient_bytes.values())
+                for name, _ in self._choices.heads(group)
+            )
             <= self._choices.memory_bytes[index]
             for group, index in zip(state.groups, state.allocation, strict=True)
         )
@@ -191,9 +194,9 @@ class Walk:
             placed = [number[call.call_group] for call in self._choices.calls]
             timer = StepTimer(self._choices.calls, placed, self._max_lag)
             self._timers[state.groups] = timer
-        durations_s = [
-            state.chosen[call.call_group].durations_s[call.name] for call in self._choices.calls
-        ]
+        heads = [name for group in state.groups for name, _ in self._choices.heads(group)]
+        taken_s = {k: v for name in heads for k, v in state.chosen[name].durations_s.items()}
+        durations_s = [taken_s[call.name] for call in self._choices.calls]
         return self._timers[state.groups].seconds(durations_s)
 
     def _devices(self, index: Index) -> int:

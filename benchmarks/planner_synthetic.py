@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout, legal_layouts
@@ -64,6 +65,16 @@ def h100_cluster(num_nodes: int) -> ClusterSpec:
     )
 
 
+def _together(one: Option, other: Option) -> Option:
+    """Both, which take turns."""
+    return Option(
+        {**one.durations_s, **other.durations_s},
+        one.resident_bytes + other.resident_bytes,
+        {**one.transient_bytes, **other.transient_bytes},
+        {**one.layouts, **other.layouts},
+    )
+
+
 @dataclass(frozen=True)
 class SyntheticTable:
     """Options of PPO's call groups.
@@ -86,10 +97,15 @@ class SyntheticTable:
     updates: int = 4
     ask_s: float = 0.0
 
-    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
         """See `OptionTable`."""
         began_s = time.perf_counter()
-        found = self._options(call_group, mesh, with_source)
+        found = self._options(call_group, mesh, with_source=False)
+        for name in beside:
+            others = self._options(name, mesh, with_source=True)
+            found = dominant([_together(*pair) for pair in product(found, others)])
         time.sleep(max(0.0, began_s + self.ask_s - time.perf_counter()))
         return found
 

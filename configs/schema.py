@@ -519,7 +519,10 @@ class WorkloadConfig(Section):
 
 
 class PinsConfig(Section):
-    """Fixed parts of the plan. A call group is a role, or "ROLE.generate" of a trained role."""
+    """Fixed parts of the plan.
+
+    A call group is a role, or a call of a trained role that does not train it: "critic.value".
+    """
 
     together: list[list[str]] = Field(default_factory=list[list[str]])
     """Lists of call groups that share a group."""

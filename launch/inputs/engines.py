@@ -135,7 +135,7 @@ class Engines:
         if node.role is None or node.role in self.own:
             return False
         language = issubclass(graph.roles[node.role], (Policy, ValueModel, RewardModel))
-        return language and self.runs(graph, node).views
+        return language and self.runs(graph, node).planned.views
 
     def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
         others = {role: pair.planned() for role, pair in self.of_roles.items()}

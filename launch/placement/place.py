@@ -65,7 +65,8 @@ def written_plan(run: Run) -> Plan | None:
                 raise _no_group(f"executor.{key}.{group}", group, section)
             if run.config.placement == AUTO and key in _SIZES:
                 layout = Layout(**{_SIZES[key]: size})
-                _check_divides(run.engines, f"executor.{key}.{group}", layout)
+                trains = len(groups) == 1
+                _check_divides(run.engines, f"executor.{key}.{group}", layout, trains=trains)
     several = executor_kind(section.kind).has_processes
     if groups:
         if run.config.placement != AUTO:
@@ -92,10 +93,10 @@ def _no_group(at: str, group: str, section: ExecutorConfig) -> ConfigError:
     )
 
 
-def _check_divides(engines: Engines, at: str, layout: Layout) -> None:
-    rollout = engines.rollout
+def _check_divides(engines: Engines, at: str, layout: Layout, *, trains: bool) -> None:
+    generates = None if trains else engines.rollout
     why = engines.train.why_not(layout, "train")
-    if why is None or (rollout is not None and rollout.why_not(layout, "generate") is None):
+    if why is None or (generates is not None and generates.why_not(layout, "generate") is None):
         return
     able = [name for name in trainers() if ENGINES[name].why_not(layout, "train") is None]
     raise ConfigError(

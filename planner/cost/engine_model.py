@@ -86,9 +86,13 @@ class EngineModel:
     # whether it generates with the very weights that it trains, where both are on the same devices;
     # else a generation has a copy while it runs
     generates_in_place: bool = False
+    # whether what it generates apart or evaluates in another layout may live in the processes that
+    # train (`DeviceGroup.within`): they are sent what each device lacks. Else all of it is sent
+    views: bool = False
 
 
-ANY = EngineModel(name="any")  # an engine that runs every legal layout
+# an engine that runs every legal layout
+ANY = EngineModel(name="any", views=True)
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,14 @@ class Call:
         return math.ceil(self.num_sequences * self.stretches[0].rows * (1.0 - 1e-12))
 
     @property
+    def follows_training(self) -> bool:
+        """Whether it reads weights that another call of the step trains."""
+        return self.trained and self.kind != "train"
+
+    @property
     def call_group(self) -> str:
-        # A trained role's generation is a call group of its own.
-        if self.kind == "generate" and self.trained:
-            return f"{self.role}.generate"
+        if self.follows_training:
+            return f"{self.role}.generate" if self.kind == "generate" else self.name
         return self.leader or self.role
 
 

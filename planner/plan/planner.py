@@ -23,6 +23,7 @@ from ..inputs.calls import Call, Lengths, Workload, calls_of
 from ..inputs.cluster import ClusterSpec, Mesh
 from ..inputs.layout import Layout, check_layout, pinned_layout
 from ..inputs.model_shape import ModelShape, adapter_params
+from ..search.choices import sources_of
 from ..search.option_table import CallPlan, ModelTable, call_nodes
 from ..search.options import Assignment, CallNode, GroupAssignment, SearchResult
 from ..search.pins import Pins
@@ -163,14 +164,16 @@ def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedge
     resident: dict[str, Parts] = {}
     transient: dict[str, Parts] = {}
     call_groups = tuple(dict.fromkeys(call.call_group for call in calls))
+    sources = sources_of(call_nodes(calls))
     for call_group in call_groups:
-        role = call_group.removesuffix(".generate")
-        with_source = role != call_group and role in call_groups
-        options = table.options(call_group, mesh, with_source=with_source)
+        if call_group in sources:
+            continue
+        beside = tuple(name for name in call_groups if sources.get(name) == call_group)
+        options = table.options(call_group, mesh, beside=beside)
         if not options:
             return None
         least = min(options, key=lambda option: option.least_bytes)
-        held, plans = table.explain(call_group, mesh, least, with_source=with_source)
+        held, plans = table.explain(call_group, mesh, least, beside=beside)
         resident |= {name: parts for name, parts in held.items() if parts.total}
         transient |= {name: plan.transient for name, plan in plans.items()}
     ordered = {call.name: transient[call.name] for call in calls}
@@ -471,7 +474,13 @@ class _Writer:
     def _names(self, assignment: Assignment) -> list[str]:
         if len(assignment.groups) == 1:
             return ["all"]
-        held = [group.call_groups for group in assignment.groups]
+        # What only reads weights that are trained beside it goes without saying.
+        sources = sources_of(self.nodes)
+        held = [
+            [u for u in group.call_groups
+             if u.endswith(".generate") or sources.get(u) not in group.call_groups]
+            for group in assignment.groups
+        ]  # fmt: skip
         return ["_".join(map(_short, names)) if names[1:] else names[0] for names in held]
 
     def _prediction(
@@ -481,17 +490,20 @@ class _Writer:
         constants: Constants,
         streamed: StreamedStep | None,
     ) -> Prediction:
-        found = self.found
+        found, sources = self.found, sources_of(self.nodes)
         times: dict[str, CallPlan] = {}
         memory: dict[str, GroupMemory] = {}
         for name, group in zip(names, found.best.groups, strict=True):
             resident: dict[str, dict[str, int]] = {}
             transient: dict[str, dict[str, int]] = {}
             for call_group, option in group.options.items():
-                role = call_group.removesuffix(".generate")
-                with_source = role != call_group and role in group.call_groups
+                here = [name for name in group.call_groups if sources.get(name) == call_group]
                 held, plans = self.table.explain(
-                    call_group, group.mesh, option, with_source=with_source
+                    call_group,
+                    group.mesh,
+                    option,
+                    beside=tuple(here),
+                    lagged=found.best.max_lag > 0,
                 )
                 times |= plans
                 resident |= {name: _bytes(parts) for name, parts in held.items() if parts.total}
@@ -527,7 +539,7 @@ class _Writer:
 
 
 def _short(call_group: str) -> str:
-    return call_group.replace(".generate", "_rollout")
+    return call_group.replace(".generate", "_rollout").replace(".", "_")
 
 
 def _bytes(parts: Parts) -> dict[str, int]:

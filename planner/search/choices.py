@@ -10,9 +10,11 @@ coincidence of times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,9 @@ from numpy.typing import NDArray
 from .allocation import Floats, Index, RangeMin, Space
 from .options import CallNode, Option, OptionTable
 from .pins import Pins
+
+# a call group, and those of its group that read the weights that it trains
+Head: TypeAlias = tuple[str, tuple[str, ...]]
 
 # combinations of a group's options that are looked at; beyond, the search keeps a gap
 MOST_COMBINED = 20_000
@@ -30,7 +35,7 @@ class CallGroupOption:
     durations_s: tuple[float, ...]  # seconds of the call group's calls, in program order
     resident_bytes: int  # per device, always
     transient_bytes: int  # per device, in the hungriest call
-    option: Option  # the option
+    option: Option  # the option, with the calls beside it if there are
 
     def covers(self, other: CallGroupOption) -> bool:
         return (
@@ -154,7 +159,7 @@ def _unbeaten(rows: NDArray[np.float64]) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class Choice:
     durations_s: tuple[float, ...]  # seconds of the group's calls, in program order
-    options: tuple[Option, ...]  # options of the group's call groups, in the group's order
+    options: tuple[Option, ...]  # of each of the group's heads
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,10 @@ class Choices:
         pins: Pins,
         *,
         every_choice: bool = False,
+        lagged: bool = False,
     ) -> None:
         self.calls, self.space, self.pins = tuple(calls), space, pins
+        self._lagged = lagged
         self.every_choice = every_choice
         self.sources = sources_of(calls)
         self.num_asked = 0
@@ -203,26 +210,50 @@ class Choices:
             tuple(int(k) for k in index) for index in np.argwhere(space.legal)
         )
         self.memory_bytes = {i: space.mesh(i).memory_bytes for i in self.indices}
-        self._options: dict[tuple[str, bool, Index], tuple[CallGroupOption, ...]] = {}
-        self._arrays: dict[tuple[str, bool], _Arrays] = {}
+        self._options: dict[tuple[Head, Index], tuple[CallGroupOption, ...]] = {}
+        self._arrays: dict[Head, _Arrays] = {}
         self._groups: dict[tuple[str, ...], GroupChoices] = {}
 
-    def has_source(self, call_group: str, group: Sequence[str]) -> bool:
+    def heads(self, group: Sequence[str]) -> tuple[Head, ...]:
+        """Call groups of a group that choose for themselves and for those that read their weights.
+
+        The others are where the weights are that they read.
+        """
+        beside: dict[str, list[str]] = {}
+        for name in group:
+            beside.setdefault(self.sources[name] if self._has_source(name, group) else name, [])
+        for name in group:
+            if self._has_source(name, group):
+                beside[self.sources[name]].append(name)
+        return tuple((name, tuple(others)) for name, others in beside.items())
+
+    def _has_source(self, call_group: str, group: Sequence[str]) -> bool:
         return self.sources.get(call_group) in group
 
-    def options(
-        self, call_group: str, index: Index, with_source: bool
-    ) -> tuple[CallGroupOption, ...]:
-        key = (call_group, with_source, index)
+    def every_head(self, call_group: str) -> Iterator[Head]:
+        """A call group alone, and with each choice of those that read its weights."""
+        readers = [name for name in self.calls_of if self.sources.get(name) == call_group]
+        for count in range(len(readers) + 1):
+            for beside in combinations(readers, count):
+                yield call_group, beside
+
+    def calls_of_head(self, head: Head) -> tuple[int, ...]:
+        call_group, beside = head
+        return tuple(sorted(i for name in (call_group, *beside) for i in self.calls_of[name]))
+
+    def options(self, head: Head, index: Index) -> tuple[CallGroupOption, ...]:
+        key = (head, index)
         if key not in self._options:
             self.num_asked += 1
-            mesh = self.space.mesh(index)
-            found = self._table.options(call_group, mesh, with_source=with_source)
-            self._options[key] = self._reduced(call_group, found)
+            call_group, beside = head
+            found = self._table.options(
+                call_group, self.space.mesh(index), beside=beside, lagged=self._lagged
+            )
+            self._options[key] = self._reduced(head, found)
         return self._options[key]
 
-    def _reduced(self, call_group: str, options: Sequence[Option]) -> tuple[CallGroupOption, ...]:
-        names = [self.calls[i].name for i in self.calls_of[call_group]]
+    def _reduced(self, head: Head, options: Sequence[Option]) -> tuple[CallGroupOption, ...]:
+        names = [self.calls[i].name for i in self.calls_of_head(head)]
         reduced = [
             CallGroupOption(
                 tuple(option.durations_s[name] for name in names),
@@ -231,7 +262,7 @@ class Choices:
                 option,
             )
             for option in options
-            if self.pins.accepts(call_group, option)
+            if self.pins.accepts(head[0], option)
         ]
         reduced.sort(key=lambda o: (sum(o.durations_s), o.resident_bytes))
         kept: list[CallGroupOption] = []
@@ -243,24 +274,23 @@ class Choices:
     def load(self, check: Callable[[], None]) -> None:
         for index in self.indices:
             for call_group in self.calls_of:
-                for with_source in (False, True) if call_group in self.sources else (False,):
+                for head in self.every_head(call_group):
                     check()
-                    self.options(call_group, index, with_source)
+                    self.options(head, index)
 
-    def arrays(self, call_group: str, with_source: bool) -> _Arrays:
-        key = (call_group, with_source)
-        if key not in self._arrays:
-            rows = [self.options(call_group, index, with_source) for index in self.indices]
+    def arrays(self, head: Head) -> _Arrays:
+        if head not in self._arrays:
+            rows = [self.options(head, index) for index in self.indices]
             shape = (len(rows), max(1, *(len(row) for row in rows)))
-            durations_s = np.full((*shape, len(self.calls_of[call_group])), np.inf)
+            durations_s = np.full((*shape, len(self.calls_of_head(head))), np.inf)
             resident, transient = np.full(shape, np.inf), np.full(shape, np.inf)
             for n, row in enumerate(rows):
                 for k, option in enumerate(row):
                     durations_s[n, k] = option.durations_s
                     resident[n, k] = option.resident_bytes
                     transient[n, k] = option.transient_bytes
-            self._arrays[key] = _Arrays(durations_s, resident, transient)
-        return self._arrays[key]
+            self._arrays[head] = _Arrays(durations_s, resident, transient)
+        return self._arrays[head]
 
     def group(self, call_groups: tuple[str, ...]) -> GroupChoices:
         if call_groups not in self._groups:
@@ -280,11 +310,11 @@ class GroupChoices:
         self.call_groups = call_groups
         self.calls = tuple(sorted(i for name in call_groups for i in choices.calls_of[name]))
         self._choices = choices
-        self._with_source = [choices.has_source(name, call_groups) for name in call_groups]
+        self.heads = choices.heads(call_groups)
         self._range_min: RangeMin | None = None
         self._fronts: dict[Index, tuple[float, Front]] = {}
         # Where a call group's calls stand among the group's.
-        flat = [i for name in call_groups for i in choices.calls_of[name]]
+        flat = [i for head in self.heads for i in choices.calls_of_head(head)]
         self._order = [flat.index(i) for i in self.calls]
 
     @property
@@ -297,23 +327,20 @@ class GroupChoices:
         choices = self._choices
         memory = np.array([choices.memory_bytes[index] for index in choices.indices], np.float64)
         may = choices.may_have(self.call_groups)
-        arrays = [
-            choices.arrays(call_group, source)
-            for call_group, source in zip(self.call_groups, self._with_source, strict=True)
-        ]
+        arrays = [choices.arrays(head) for head in self.heads]
         resident = np.array([a.resident_bytes.min(1) for a in arrays])
         transient = np.array([a.transient_bytes.min(1) for a in arrays])
         found = np.full((len(self.calls), *choices.space.shape), np.inf)
         at = tuple(np.array(choices.indices).T)
         can = may & np.isfinite(resident).all(0)
-        for k, (call_group, a) in enumerate(zip(self.call_groups, arrays, strict=True)):
+        for k, (head, a) in enumerate(zip(self.heads, arrays, strict=True)):
             others = np.delete(resident, k, 0).sum(0)
             largest = np.delete(transient, k, 0).max(0, initial=0.0)
             needed = a.resident_bytes + others[:, None]
             needed += np.maximum(a.transient_bytes, largest[:, None])
             fits = can[:, None] & (needed <= memory[:, None])
             least = np.where(fits[:, :, None], a.durations_s, np.inf).min(1)
-            for j, call in enumerate(choices.calls_of[call_group]):
+            for j, call in enumerate(choices.calls_of_head(head)):
                 found[(self.calls.index(call), *at)] = least[:, j]
         return found
 
@@ -348,10 +375,7 @@ class GroupChoices:
     def _pools(self, index: Index) -> list[tuple[CallGroupOption, ...]]:
         choices = self._choices
         wanted = {choices.pins.num_devices.get(name) for name in self.call_groups} - {None}
-        pools = [
-            choices.options(call_group, index, source)
-            for call_group, source in zip(self.call_groups, self._with_source, strict=True)
-        ]
+        pools = [choices.options(head, index) for head in self.heads]
         return pools if all(pools) and not wanted - {choices.space.num_devices(index)} else []
 
     def _choice(self, options: tuple[CallGroupOption, ...]) -> Choice:

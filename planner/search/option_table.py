@@ -1,19 +1,23 @@
 """The options of real models: each legal layout of a call group on a mesh, its seconds and bytes.
 
-Joins the models of time and memory into what the search chooses between. A call group's calls that
-share weights share a layout, because the weights stay where they are; micro-batches are each call's
-own.
+Joins the models of time and memory into what the search chooses between. A call of a trained role
+that does not train it is a call group of its own. Beside the one that trains (on the same devices)
+it runs in the same layout, where the weights are, or in another one: then it holds a view, and what
+each device lacks of it is gathered before the call. On other devices it has a copy, which each
+training sends anew.
 
 What is tried for a layout's sizes: the engine's ZeRO stages, activations kept or computed again,
-the fastest micro-batch that fits and the one that needs least, and for models whose weights no
-other takes, waiting in host memory. Of all that, only what the engine of each call runs
+every micro-batch that is faster than those that need less, and for models whose weights no other
+takes, waiting in host memory. Of all that, only what the engine of each call runs
 (`EngineModel.why_not`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from ...dataflow.errors import PlanError
 from ..cost.calibration import Constants
@@ -26,9 +30,12 @@ from ..inputs.cluster import Mesh
 from ..inputs.layout import Layout, legal_layouts
 from .options import CallNode, Option, dominant
 
+_T = TypeVar("_T")
+
 # in how many waves a generation's rows may run, where their cache does not fit at once
 _WAVES = (1, 2, 4, 8)
 _MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences per rank that are tried
+_NOTHING = 1e-9  # a share of a model that is none
 _SLACK = 0.01  # share of a device's memory by which sizes must differ to matter
 
 
@@ -85,23 +92,40 @@ class ModelTable:
         self._max_cp = max_cp
         self._tp_across_nodes = tp_across_nodes
         self.pins = pins or {}
-        self._known: dict[tuple[str, tuple[int, ...], bool], tuple[Option, ...]] = {}
+        # A view or a copy that only evaluates holds weights as a frozen model does.
+        self._copies = {
+            call.name: replace(call, trained=False)
+            for call in calls
+            if call.follows_training and call.kind == "forward"
+        }
+        self._known: dict[tuple[Any, ...], tuple[Option, ...]] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
+        # Of the mesh that was asked for last.
+        self._mesh: Mesh | None = None
+        self._here: dict[tuple[Any, ...], Any] = {}
 
-    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        key = (call_group, mesh.counts, with_source)
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
+        key = (call_group, mesh.counts, beside, lagged)
         if key not in self._known:
             mesh = self._meshes.setdefault(mesh.counts, mesh)
-            ways = self._ways(call_group, mesh, with_source)
-            found = [_option(held, plans) for held, plans in ways]
+            if self._mesh is not mesh:
+                self._mesh = mesh
+                self._here.clear()
             slack = int(_SLACK * mesh.memory_bytes)
-            fit = [option for option in found if option.least_bytes <= mesh.memory_bytes]
-            options = dominant(fit, slack_bytes=slack)
+
+            def found(fitting: bool) -> Iterator[Option]:
+                for held, ways in self._ways(call_group, beside, mesh, lagged=lagged):
+                    room = mesh.memory_bytes - held
+                    if room >= 0 or not fitting:
+                        chosen = _within_bytes(ways, room if fitting else None, slack)
+                        yield from (_option(held, plans) for plans in chosen)
+
+            options = dominant(list(found(fitting=True)), slack_bytes=slack)
             # If nothing fits, the smallest: the refusal then says how much is lacking.
             if not options:
-                ways = self._ways(call_group, mesh, with_source, fitting=False)
-                every = sorted((_option(*way) for way in ways), key=lambda o: o.least_bytes)
-                options = tuple(every[:1])
+                options = tuple(sorted(found(fitting=False), key=_bytes_of)[:1])
             self._known[key] = options
         return self._known[key]
 
@@ -121,15 +145,26 @@ class ModelTable:
         )
 
     def explain(
-        self, call_group: str, mesh: Mesh, option: Option, *, with_source: bool
+        self,
+        call_group: str,
+        mesh: Mesh,
+        option: Option,
+        *,
+        beside: tuple[str, ...] = (),
+        lagged: bool = False,
     ) -> tuple[Mapping[str, Parts], dict[str, CallPlan]]:
         calls = self._calls[call_group]
-        ways = self._ways(call_group, mesh, with_source, only=option.layouts, fitting=False)
-        for resident, plans in ways:
-            same = all(plans[n].duration_s == s for n, s in option.durations_s.items())
-            if same and resident == option.resident_bytes:
-                holds = self._holds(calls, plans[calls[0].name].layout, with_source)
-                return holds, plans
+        asked = self._ways(call_group, beside, mesh, lagged=lagged, only=option.layouts)
+        for resident, ways in asked:
+            plans = {
+                name: way.plan
+                for name, of in ways.items()
+                for way in of
+                if way.duration_s == option.durations_s[name]
+                and way.num_bytes == option.transient_bytes[name]
+            }
+            if resident == option.resident_bytes and len(plans) == len(ways):
+                return self._holds(calls, plans[calls[0].name].layout), plans
         raise PlanError(f"'{call_group}' has no such option on this mesh")
 
     def engine_of(self, call: Call) -> EngineModel:
@@ -143,31 +178,46 @@ class ModelTable:
     def _ways(
         self,
         call_group: str,
+        beside: tuple[str, ...],
         mesh: Mesh,
-        with_source: bool,
+        *,
+        lagged: bool = False,
         only: Mapping[str, Layout] | None = None,
-        fitting: bool = True,
-    ) -> Iterator[tuple[int, dict[str, CallPlan]]]:
+    ) -> Iterator[tuple[int, dict[str, list[_Way]]]]:
         calls = self._calls[call_group]
-        for layout in self._layouts(calls, mesh, only):
-            held = sum(parts.total for parts in self._holds(calls, layout, with_source).values())
+        others = [call for name in beside for call in self._calls[name]]
+        for layout in self._layouts(calls, mesh, only, beside):
+            held = sum(parts.total for parts in self._holds(calls, layout).values())
             if layout.offload and only is None:
                 # To move a little out and in again costs time, and makes room for nothing.
                 resident = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
                 pinned = any("offload" in self.pins.get(call.name, {}) for call in calls)
                 if resident <= _SLACK * mesh.memory_bytes and not pinned:
                     continue
-            if fitting and held > mesh.memory_bytes:
-                continue
-            room = mesh.memory_bytes - held if fitting else None
             sized = {1: layout}
-            per_call = [self._plans(call, sized, mesh, room, with_source, only) for call in calls]
-            for count in range(max(map(len, per_call)) if all(per_call) else 0):
-                chosen = [plans[min(count, len(plans) - 1)] for plans in per_call]
-                yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
+            ways: dict[str, list[_Way]] = {}
+            for call in calls:
+                made = partial(self._plans, call, sized, mesh, only)
+                ways[call.name] = self._once((call.name, layout), made, only)
+            for call in others:
+                made = partial(self._beside, call, calls[0], sized, mesh, only, lagged)
+                ways[call.name] = self._once((call.name, layout, lagged), made, only)
+            yield held, ways
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], _T], only: object) -> _T:
+        # What is asked for with layouts that are given is asked for once.
+        if only is not None:
+            return make()
+        if key not in self._here:
+            self._here[key] = make()
+        return self._here[key]
 
     def _layouts(
-        self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
+        self,
+        calls: Sequence[Call],
+        mesh: Mesh,
+        only: Mapping[str, Layout] | None,
+        beside: tuple[str, ...] = (),
     ) -> Iterator[Layout]:
         if only is not None:
             yield only[calls[0].name].model_copy(update={"micro_batch": 1})
@@ -181,19 +231,19 @@ class ModelTable:
             max_cp=max([self._max_cp, *(cp for cp in pinned if isinstance(cp, int))]),
             tp_across_nodes=self._tp_across_nodes,
         )
+        may_offload = self._may_offload(calls, mesh, beside)
         for size in sizes:
-            for changes in self._variants(size, calls, trained, mesh):
+            for changes in self._variants(size, calls, trained, may_offload):
                 layout = size.model_copy(update=changes)
                 if all(self._allowed(call, layout) for call in calls):
                     yield layout
 
     def _variants(
-        self, size: Layout, calls: Sequence[Call], trained: bool, mesh: Mesh
+        self, size: Layout, calls: Sequence[Call], trained: bool, may_offload: bool
     ) -> Iterator[dict[str, object]]:
         engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
         shares = size.dp * size.cp > 1 and (trained or engine.shards_frozen)
-        may_offload = self._may_offload(calls, mesh)
         for zero in engine.zero_stages if shares else (0,):
             for again in (False, True) if trained else (False,):
                 for offload in (False, True) if may_offload else (False,):
@@ -204,13 +254,17 @@ class ModelTable:
                         "offload": offload,
                     }
 
-    def _may_offload(self, calls: Sequence[Call], mesh: Mesh) -> bool:
-        # It may not if it generates, or another does so with its weights. A CPU's memory is its
-        # host's, so there it is for those who pin it.
+    def _may_offload(self, calls: Sequence[Call], mesh: Mesh, beside: tuple[str, ...]) -> bool:
+        # It may not if it generates, or another does so with its weights, or is sent them. A CPU's
+        # memory is its host's, so there it is for those who pin it.
         role, *others = {call.role for call in calls}
-        if others or f"{role}.generate" in self._calls:
+        if others or any(call.leader or call.kind == "generate" for call in calls):
             return False
-        if any(call.leader or call.kind == "generate" for call in calls):
+        readers = [c for of in self._calls.values() for c in of if c.role == role]
+        if any(c.follows_training for c in calls) or any(
+            c.follows_training and (c.kind == "generate" or c.call_group not in beside)
+            for c in readers
+        ):
             return False
         pinned = any(self.pins.get(call.name, {}).get("offload") for call in calls)
         return pinned or not mesh.is_cpu
@@ -222,57 +276,147 @@ class ModelTable:
         )
         return kept and self.engine_of(call).why_not(layout, call.kind, call.model) is None
 
-    def _holds(
-        self, calls: Sequence[Call], layout: Layout, with_source: bool
-    ) -> Mapping[str, Parts]:
-        # A generation beside its trainer borrows the weights. A frozen role that one engine
-        # evaluates and another samples from is there twice.
+    def _holds(self, calls: Sequence[Call], layout: Layout) -> Mapping[str, Parts]:
+        # A frozen role that one engine evaluates and another samples from is there twice.
         held: dict[str, Parts] = {}
-        if layout.offload or (with_source and calls[0].kind == "generate"):
+        if layout.offload:
             return held
         apart = [call for call in calls if self._apart(call)]
         for own in (apart, [call for call in calls if call not in apart]):
             ordered = sorted(own, key=lambda call: call.kind != "train")
             for first in {call.role: call for call in reversed(ordered)}.values():
                 name = first.role if first.leader else first.call_group
-                parts = self.engine_of(first).memory.resident(first, layout)
+                parts = self.engine_of(first).memory.resident(self._copy(first), layout)
                 held[name] = held.get(name, Parts()).plus(parts)
         return held
 
+    def _copy(self, call: Call) -> Call:
+        return self._copies.get(call.name, call)
+
     def _plans(
+        self, call: Call, sized: dict[int, Layout], mesh: Mesh, only: Mapping[str, Layout] | None
+    ) -> list[_Way]:
+        layout, engine = sized[1], self.engine_of(call)
+        # A copy is sent what each of its devices holds; what is trained here stays.
+        move_s = self._sent_s(call, layout, mesh) if call.follows_training else 0.0
+        if call.kind == "generate":
+            return _unbeaten(self._generations(call, layout, mesh, move_s, borrows=False))
+        held = Parts()
+        if layout.offload:
+            held = engine.memory.resident(call, layout)
+            move_s = (2 if call.trained else 1) * offload_time(held.total, mesh)
+        return _unbeaten(self._computed(self._copy(call), sized, mesh, move_s, held, only))
+
+    def _computed(
         self,
         call: Call,
         sized: dict[int, Layout],
         mesh: Mesh,
-        room: int | None,
-        with_source: bool,
+        move_s: float,
+        held: Parts,
+        only: Mapping[str, Layout] | None,
+    ) -> Iterator[CallPlan]:
+        engine = self.engine_of(call)
+        times = self._times[engine]
+        for size in [only[call.name].micro_batch] if only else self._micro_batches(call, sized[1]):
+            if size not in sized:
+                sized[size] = sized[1].model_copy(update={"micro_batch": size})
+            adds = engine.memory.transient(call, sized[size], on_cpu=mesh.is_cpu)
+            time = times.call_time(call, sized[size], mesh)
+            yield CallPlan(sized[size], time, move_s, adds.plus(held))
+
+    # --- beside the call group that trains the weights
+
+    def _beside(
+        self,
+        call: Call,
+        home: Call,
+        sized: dict[int, Layout],
+        mesh: Mesh,
+        only: Mapping[str, Layout] | None,
+        lagged: bool,
+    ) -> list[_Way]:
+        layout = sized[1]
+        found = list(self._in_place(call, sized, mesh, only))
+        # Processes of their own are worth a generation; an evaluation has a view or stays.
+        views = self.engine_of(call).views and not lagged
+        if not layout.offload and (views or call.kind == "generate"):
+            memory = self.engine_of(home).memory
+            whole = memory.resident(home, Layout()).weights
+            held = memory.resident(home, layout).weights / whole
+            held = held if views else 0.0
+            key = (call.name, layout.tp, layout.pp, held)
+            made = partial(self._viewed, call, layout, held, mesh, only)
+            found += self._once(key, made, only)
+        return _unbeaten(plan for plan in found if not only or plan.layout == only[call.name])
+
+    def _in_place(
+        self, call: Call, sized: dict[int, Layout], mesh: Mesh, only: Mapping[str, Layout] | None
+    ) -> Iterator[CallPlan]:
+        engine, layout = self.engine_of(call), sized[1]
+        if call.kind == "generate":
+            layout = Layout(tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp, ep=layout.ep)
+            if self._apart(call) or not engine.generates_in_place:
+                return
+        if not self._allowed(call, layout):
+            return
+        if call.kind == "generate":
+            yield from self._generations(call, layout, mesh, 0.0, borrows=False)
+            return
+        held = engine.memory.resident(call, layout) if layout.offload else Parts()
+        load_s = 2 * offload_time(held.total, mesh)
+        yield from self._computed(call, sized, mesh, load_s, held, only)
+
+    def _viewed(
+        self,
+        call: Call,
+        home: Layout,
+        held: float,
+        mesh: Mesh,
         only: Mapping[str, Layout] | None,
     ) -> list[CallPlan]:
-        layout, engine = sized[1], self.engine_of(call)
-        if call.kind == "generate":
-            return list(self._generations(call, layout, mesh, with_source))
-        times, load_s = self._times[engine], 0.0
-        if layout.offload:
-            held = engine.memory.resident(call, layout).total
-            load_s = (2 if call.trained else 1) * offload_time(held, mesh)
-        wanted = [only[call.name].micro_batch] if only else self._micro_batches(call, layout)
-        found: list[tuple[float, int, CallPlan]] = []
-        for size in wanted:
-            if size not in sized:
-                sized[size] = layout.model_copy(update={"micro_batch": size})
-            held_then = engine.memory.transient(call, sized[size], on_cpu=mesh.is_cpu)
-            if layout.offload:
-                held_then = held_then.plus(engine.memory.resident(call, layout))
-            num_bytes = held_then.total
-            if room is None or num_bytes <= room:
-                time = times.call_time(call, sized[size], mesh)
-                plan = CallPlan(sized[size], time, load_s, held_then)
-                found.append((plan.duration_s, num_bytes, plan))
-        if not found:
-            return []
-        fastest = min(found, key=lambda one: one[:2])
-        smallest = min(found, key=lambda one: (one[1], one[0]))
-        return [fastest[2], smallest[2]] if smallest[1] < fastest[1] else [fastest[2]]
+        # `held` is the share of the model that a device has of what training holds. With a lag that
+        # is of another version: all is sent.
+        found: list[CallPlan] = []
+        for plan in self._once((call.name,), partial(self._foreign, call, mesh, only), only):
+            layout = plan.layout
+            lacks = 1.0 - held * min(layout.tp, home.tp) * min(layout.pp, home.pp)
+            # The difference of equal shares is not always zero.
+            move_s = self._sent_s(call, layout, mesh, lacks) if lacks > _NOTHING else 0.0
+            found.append(plan._replace(move_s=move_s))
+        return [way.plan for way in _unbeaten(found)]
+
+    def _foreign(self, call: Call, mesh: Mesh, only: Mapping[str, Layout] | None) -> list[CallPlan]:
+        # The call in each layout of its own, whose weights are there while it runs.
+        copy, memory = self._copy(call), self.engine_of(call).memory
+        kept: dict[tuple[int, int], list[CallPlan]] = {}
+        for layout in self._layouts([call], mesh, only):
+            if call.kind == "generate":
+                plans = self._generations(call, layout, mesh, 0.0, borrows=True)
+            else:
+                held = memory.resident(copy, layout)
+                plans = self._computed(copy, {1: layout}, mesh, 0.0, held, only)
+            kept.setdefault((layout.tp, layout.pp), []).extend(plans)
+        found = [way for plans in kept.values() for way in _unbeaten(plans)]
+        # Sent everything, the best of them still beat others that are sent nothing.
+        whole = _unbeaten(
+            way.plan._replace(move_s=self._sent_s(call, way.plan.layout, mesh)) for way in found
+        )
+        return [
+            way.plan
+            for way in found
+            if not any(
+                other.duration_s <= way.duration_s
+                and other.num_bytes <= way.num_bytes
+                and other.plan.layout is not way.plan.layout
+                for other in whole
+            )
+        ]
+
+    def _sent_s(self, call: Call, layout: Layout, mesh: Mesh, lacks: float = 1.0) -> float:
+        """Seconds until each device has this share of what it holds of the model in a layout."""
+        size = lacks * call.model.sent_bytes(call.head) / (layout.tp * layout.pp)
+        return move_time(size, mesh, self._constants)
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
         rows = layout.micro_batch * call.tokens_longest
@@ -290,14 +434,10 @@ class ModelTable:
         return [size for size in _MICRO_BATCHES if size == 1 or size <= rows]
 
     def _generations(
-        self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
+        self, call: Call, layout: Layout, mesh: Mesh, move_s: float, *, borrows: bool
     ) -> Iterator[CallPlan]:
-        move_s, engine = 0.0, self.engine_of(call)
+        engine = self.engine_of(call)
         times = self._times[engine]
-        borrows = with_source and (self._apart(call) or not engine.generates_in_place)
-        if call.trained and (borrows or not with_source):
-            size = call.model.sent_bytes(call.head)
-            move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
         all_rows = rows_at_once(call, layout)
         for waves in _WAVES:
             rows = -(-all_rows // waves)
@@ -309,6 +449,44 @@ class ModelTable:
                 call, layout, on_cpu=mesh.is_cpu, borrows=borrows, rows=rows
             )
             yield CallPlan(layout, time, move_s, held)
+
+
+class _Way(NamedTuple):
+    duration_s: float
+    num_bytes: int
+    plan: CallPlan
+
+
+def _unbeaten(plans: Iterable[CallPlan]) -> list[_Way]:
+    """Those that none equals or beats in time and bytes, the fastest first."""
+    kept: list[_Way] = []
+    ways = [_Way(plan.duration_s, plan.transient.total, plan) for plan in plans]
+    for way in sorted(ways, key=lambda way: way[:2]):
+        if not kept or way.num_bytes < kept[-1].num_bytes:
+            kept.append(way)
+    return kept
+
+
+def _within_bytes(
+    ways: Mapping[str, Sequence[_Way]], room: int | None, slack: int
+) -> Iterator[dict[str, CallPlan]]:
+    """The fastest plan of every call in less and less memory, of which the calls take turns."""
+    if not all(ways.values()):
+        return
+    least = max(of[-1].num_bytes for of in ways.values())
+    most = max(of[0].num_bytes for of in ways.values())
+    most = most if room is None else min(most, room)
+    while most >= least:
+        chosen = {name: next(w for w in of if w.num_bytes <= most) for name, of in ways.items()}
+        yield {name: way.plan for name, way in chosen.items()}
+        used = max(way.num_bytes for way in chosen.values())
+        most = max(used - max(slack, 1), least if used > least else 0)
+    if room is None:
+        yield {name: of[-1].plan for name, of in ways.items()}
+
+
+def _bytes_of(option: Option) -> tuple[int, int]:
+    return option.least_bytes, sum(option.transient_bytes.values())
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

@@ -43,7 +43,18 @@ class Option:
 class OptionTable(Protocol):
     """Table that the search asks for options; deterministic."""
 
-    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]: ...
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
+        """The ways to run a call group, together with call groups that read what it trains.
+
+        Args:
+            call_group: The call group.
+            mesh: The devices.
+            beside: Call groups on the same devices that read its weights; an option is of all.
+            lagged: Whether what generates reads weights of earlier steps.
+        """
+        ...
 
 
 def dominant(options: Sequence[Option], *, slack_bytes: int = 0) -> tuple[Option, ...]:
@@ -100,7 +111,8 @@ class GroupAssignment:
     call_groups: tuple[str, ...]  # the call groups, in program order
     mesh: Mesh  # the devices, as the models of time and memory saw them
     devices: tuple[int, ...]  # their ids, ascending
-    options: Mapping[str, Option]  # call group -> how it runs
+    # call group -> how it runs, and with it what reads its weights in this group
+    options: Mapping[str, Option]
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ class Branch:
             return None
         options = {
             call_group: option
-            for call_groups, choice in zip(self.partition, best, strict=True)
-            for call_group, option in zip(call_groups, choice.options, strict=True)
+            for group, choice in zip(self._groups, best, strict=True)
+            for (call_group, _), option in zip(group.heads, choice.options, strict=True)
         }
         return Found(below_s, self.partition, allocation, options)
 

@@ -104,13 +104,17 @@ def search(
         raise PlanError(f"deadline_s is {deadline_s}; expected a positive number of seconds")
     pins.check(calls, cluster)
     clock = _Clock(now_s, None)
-    choices = Choices(calls, table, Space(cluster), pins, every_choice=every_choice)
+    space = Space(cluster)
+    choices = {
+        lagged: Choices(calls, table, space, pins, every_choice=every_choice, lagged=lagged)
+        for lagged in sorted({lag > 0 for lag in lags})
+    }
     results: list[SearchResult] = []
     seeds: list[Found] = []
     for left, lag in zip(range(len(lags), 0, -1), lags, strict=True):
         # What a schedule leaves of its time goes to those after it.
         share_s = None if deadline_s is None else max(0.0, deadline_s - clock.elapsed_s) / left
-        run = _Run(choices, lag, _Clock(now_s, share_s))
+        run = _Run(choices[lag > 0], lag, _Clock(now_s, share_s))
         results.append(run.result(seeds))
         # A good plan for one lag is mostly good for the next, and prunes it from the start.
         seeds = run.known
@@ -120,7 +124,7 @@ def search(
         best,
         num_played=sum(result.num_played for result in results),
         num_boxes=sum(result.num_boxes for result in results),
-        num_asked=choices.num_asked,
+        num_asked=sum(of.num_asked for of in choices.values()),
         search_time_s=clock.elapsed_s,
         other_lags=tuple(others),
     )
@@ -219,7 +223,7 @@ class _Run:
         work = {
             call_group: min((sum(option.durations_s) for option in options), default=0.0)
             for call_group in self._choices.calls_of
-            for options in [self._choices.options(call_group, whole, with_source=False)]
+            for options in [self._choices.options((call_group, ()), whole)]
         }
         for branch in self._branches:
             shares = [sum(work[call_group] for call_group in group) for group in branch.partition]
@@ -282,7 +286,10 @@ class _Run:
         devices = space.devices(found.allocation, fixed)
         groups = tuple(
             GroupAssignment(
-                names, space.mesh(index), ids, {name: found.options[name] for name in names}
+                names,
+                space.mesh(index),
+                ids,
+                {name: found.options[name] for name in names if name in found.options},
             )
             for names, index, ids in zip(found.partition, found.allocation, devices, strict=True)
         )

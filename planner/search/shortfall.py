@@ -104,8 +104,10 @@ def _alone(choices: Choices, call_group: str) -> Shortfall | None:
 
 
 def _options(choices: Choices, call_group: str, index: Index) -> list[tuple[CallGroupOption, ...]]:
-    sources = (False, True) if call_group in choices.sources else (False,)
-    return [choices.options(call_group, index, source) for source in sources]
+    # Weights that others train can be read where they are, which may be the only way that fits.
+    heads = choices.every_head(choices.sources.get(call_group, call_group))
+    ways = [(call_group, ()), *(head for head in heads if call_group in head[1])]
+    return [choices.options(head, index) for head in ways]
 
 
 def _runs_on(choices: Choices, call_group: str) -> list[int]:
@@ -168,7 +170,6 @@ def _lacks(choices: Choices, call_groups: Sequence[str]) -> NDArray[np.float64]:
     found = np.full(choices.space.shape, np.inf)
     for index, may in zip(choices.indices, choices.may_have(call_groups), strict=True):
         if may:
-            sources = {name: choices.has_source(name, call_groups) for name in call_groups}
-            pools = [choices.options(name, index, source) for name, source in sources.items()]
+            pools = [choices.options(head, index) for head in choices.heads(call_groups)]
             found[index] = _needed(pools) - choices.memory_bytes[index]
     return found

@@ -96,9 +96,6 @@ class EngineKind:
     """The same for a policy that is only sampled from (`rollout=NAME`); None if there is none."""
     generates: bool = False
     """Whether a policy that it trains is sampled from in the same worker."""
-    views: bool = False
-    """Whether what it generates apart or evaluates in another layout may live in the processes that
-    train, on a view of the weights there (`DeviceGroup.within`)."""
     merges_adapters: bool = False
     """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None

@@ -80,14 +80,16 @@ def choices(
     """Options per call group that fit together; unless `everything`, only those beaten by none."""
     sources = {call.role: call.call_group for call in calls if call.trains}
     roles = {call.call_group: call.role for call in calls}
+    # Those whose weights are trained in the group have no options without what trains them.
+    home = {name: sources.get(roles[name], name) for name in call_groups}
     lists = [
         table.options(
             call_group,
             mesh,
-            with_source=sources.get(roles[call_group], call_group) != call_group
-            and sources[roles[call_group]] in call_groups,
+            beside=tuple(n for n in roles if n in home and n != call_group == home[n]),
         )
         for call_group in call_groups
+        if home[call_group] == call_group or home[call_group] not in call_groups
     ]
     fitting = [
         chosen

@@ -10,7 +10,7 @@ from penstock.planner.search.options import CallNode
 def steps(
     draw: st.DrawFn, max_calls: int = 7, max_roles: int = 3, min_calls: int = 1
 ) -> tuple[CallNode, ...]:
-    """Calls of a step in program order; trained roles generate in a call group of their own."""
+    """Calls of a step in program order; what reads trained weights is a call group of its own."""
     roles = [f"r{i}" for i in range(draw(st.integers(min(min_calls, max_roles), max_roles)))]
     trained = {role for role in roles if draw(st.booleans())}
     calls: list[CallNode] = []
@@ -23,15 +23,16 @@ def steps(
             if outputs and draw(st.booleans())
             else tuple(outputs[:1])
         )
-        generates = kind == "rollout" and role in trained
+        train = kind == "train" and role in trained
+        own = f"c{i}" if draw(st.booleans()) else f"{role}.generate"
         calls.append(
             CallNode(
                 name=f"c{i}",
-                call_group=f"{role}.generate" if generates else role,
+                call_group=own if role in trained and not train else role,
                 after=after,
                 role=role,
                 reads_older=kind == "rollout",
-                trains=kind == "train" and role in trained,
+                trains=train,
             )
         )
     return tuple(calls)
@@ -50,7 +51,7 @@ def groups_of(calls: tuple[CallNode, ...], data: st.DataObject) -> dict[str, int
 PPO = (
     CallNode("actor.generate", "actor.generate", (), "actor", reads_older=True),
     CallNode("reward.score", "reward", ("actor.generate",), "reward"),
-    CallNode("critic.value", "critic", ("actor.generate",), "critic"),
+    CallNode("critic.value", "critic.value", ("actor.generate",), "critic"),
     CallNode("ref.logprob", "ref", ("actor.generate",), "ref"),
     CallNode("actor.train", "actor",
         ("actor.generate", "reward.score", "critic.value", "ref.logprob"), "actor", trains=True),

@@ -72,11 +72,14 @@ class RandomTable:
     max_options: int = 3
     missing: float = 0.1
 
-    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        rng = random.Random(repr((self.seed, call_group, kinds_of(mesh), with_source)))
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
+        rng = random.Random(repr((self.seed, call_group, kinds_of(mesh), beside or False)))
         if rng.random() < self.missing:
             return ()
-        names = [call.name for call in self.calls if call.call_group == call_group]
+        here = {call_group, *beside}
+        names = [call.name for call in self.calls if call.call_group in here]
         return [
             Option(
                 durations_s={n: rng.choice([0.2, 1, 4]) * rng.random() / mesh.num_devices**0.7

@@ -38,7 +38,7 @@ def test_no_schedule_is_faster_even_if_calls_take_longer(
     assert bounds_s[1] <= timer.seconds(more) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("max_lag", "share"), [(0, 1.0), (1, 0.95)])
+@pytest.mark.parametrize(("max_lag", "share"), [(0, 1.0), (1, 0.75)])
 def test_ppo_takes_just_what_the_bound_says(max_lag: int, share: float) -> None:
     rng, exact, num = random.Random(0), 0, 300
     for _ in range(num):

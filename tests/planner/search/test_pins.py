@@ -22,8 +22,8 @@ CLUSTER = cluster_of((2, 4, device("a", 40)))
         ({"apart": (("actor", "actor.train"),)},
          "pin apart names call group 'actor.train'; did you mean 'actor.generate'?"),
         ({"num_devices": {"policy": 2}},
-         "pin num_devices names call group 'policy'; known: actor, actor.generate, critic, ref, "
-         "reward"),
+         "pin num_devices names call group 'policy'; known: actor, actor.generate, critic, "
+         "critic.value, ref, reward"),
         ({"num_devices": {"ref": 9}},
          "pin num_devices gives 'ref' 9 devices; expected 1 to 8, as many as cluster 'made-up' "
          "has"),

@@ -30,7 +30,9 @@ class Fixed:
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
 
-    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
         if (call_group, mesh.num_devices) not in self._sizes:
             return ()
         resident, transient = self._sizes[call_group, mesh.num_devices]

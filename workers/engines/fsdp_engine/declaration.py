@@ -175,13 +175,13 @@ FSDP = EngineKind(
         shards_frozen=True,
         sequence_parallel=False,
         reads_responses=True,
+        views=True,
     ),
     roles={
         "policy": "penstock.workers.engines.fsdp_engine.specs:FsdpPolicySpec",
         "value": "penstock.workers.engines.fsdp_engine.specs:FsdpValueSpec",
         "reward_model": "penstock.workers.engines.fsdp_engine.specs:FsdpRewardSpec",
     },
-    views=True,
     division=lambda layout: (layout.tp * _shards(layout), layout.pp),
     options=_options,
 )

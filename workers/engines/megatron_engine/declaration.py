@@ -53,7 +53,12 @@ def _options(layout: Layout) -> Mapping[str, Any]:
 
 MEGATRON = EngineKind(
     planned=EngineModel(
-        name=_NAME, why_not=_why_not, zero_stages=(1,), reads_responses=True, draws_minibatches=True
+        name=_NAME,
+        why_not=_why_not,
+        zero_stages=(1,),
+        reads_responses=True,
+        draws_minibatches=True,
+        views=True,
     ),
     roles={
         "policy": "penstock.workers.engines.megatron_engine.specs:MegatronPolicySpec",
@@ -61,7 +66,6 @@ MEGATRON = EngineKind(
         "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
     needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
-    views=True,
     # Those that divide experts share a model as those that divide its matrices do.
     division=lambda layout: (layout.tp * layout.ep, layout.pp),
     options=_options,

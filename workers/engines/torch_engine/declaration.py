@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
 
 from ....planner.cost.engine_model import EngineMemory, EngineModel
-from ....planner.cost.memory import Parts
+from ....planner.cost.memory import Parts, weight_bytes
 from ....planner.inputs.calls import Call, CallKind, Lengths
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
@@ -39,6 +40,9 @@ from ...training.token_logprob import most_logits
 from ..engine import EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
 from .packing import ALIGN, by_length, padded_tokens, padded_width, round_up
+
+DIVIDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""The `model_type`s whose matrices processes divide that generate or evaluate."""
 
 _SIMULATED = 256  # rows sampled to see how micro-batches differ
 
@@ -162,13 +166,16 @@ _INDEX = 8
 
 
 class TorchMemory(EngineMemory):
-    """Memory of a layout, of which only the number of ranks and checkpointing matter.
+    """Memory of a layout, of which the number of ranks, checkpointing and tp matter.
 
     Micro-batches and rows decoded at once are the workers' defaults.
     """
 
     def resident(self, call: Call, layout: Layout) -> Parts:
-        return torch_resident_parts(call, trains=call.kind != "generate")
+        parts = torch_resident_parts(call, trains=call.kind != "generate")
+        if layout.tp == 1:
+            return parts
+        return parts._replace(weights=weight_bytes(call.model, call.head, layout))
 
     def transient(
         self,
@@ -181,15 +188,24 @@ class TorchMemory(EngineMemory):
     ) -> Parts:
         # `rows` are those of `max_decode_rows`.
         running = torch_transient_parts(
-            call,
-            num_ranks=layout.num_devices,
+            _part(call, layout.tp) if layout.tp > 1 else call,
+            num_ranks=layout.dp,
             checkpointing=layout.checkpointing,
             on_cpu=on_cpu,
         )
         if not borrows:
             return running
-        copy = call.model.num_params(call.head) * call.model.dtype_bytes
+        copy = weight_bytes(call.model, call.head, layout)
         return running._replace(weights=running.weights + copy)
+
+
+@lru_cache(maxsize=1 << 10)
+def _part(call: Call, tensor: int) -> Call:
+    """The call as one of the processes computes it that divide the matrices."""
+    model = call.model
+    sizes = ("num_heads", "num_key_heads", "intermediate_size", "vocab_size")
+    cut = {name: -(-getattr(model, name) // tensor) for name in sizes}
+    return replace(call, model=model.model_copy(update=cut))
 
 
 class TorchSaving:
@@ -463,9 +479,17 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
     shares = layout.zero > 0 and kind != "generate"
-    alone = layout.num_devices == layout.dp and layout.ep == 1
-    if not alone or shares:
+    alone = layout.num_devices == layout.dp * layout.tp and layout.ep == 1
+    if not alone or shares or (layout.tp > 1 and kind == "train"):
         return "the torch engine runs data-parallel only"
+    if shape is not None and layout.tp > 1:
+        if shape.adapter_params:
+            return "the torch engine does not divide the matrix products of adapters"
+        if shape.num_experts or shape.family not in ("", *DIVIDED_FAMILIES):
+            families = ", ".join(DIVIDED_FAMILIES)
+            return f"the torch engine divides models of {families}, not of '{shape.family}'"
+        if shape.num_key_heads % layout.tp:
+            return f"the torch engine cannot divide {shape.num_key_heads} key heads by {layout.tp}"
     return why_not_as_usual("torch", layout, kind)
 
 
@@ -488,6 +512,7 @@ TORCH = EngineKind(
         draws_minibatches=True,
         head_products=4,
         generates_in_place=True,
+        views=True,
     ),
     roles={
         "policy": "penstock.workers.engines.torch_engine.specs:TorchPolicySpec",
@@ -497,7 +522,6 @@ TORCH = EngineKind(
     },
     rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
-    views=True,
     saving=TorchSaving(),
     computes=_computes,
 )

@@ -5,6 +5,10 @@ gives them to `penstock plan`. If it is planned, the engine of every call is bui
 layout on the meta device, for the first and the last process (`plans_run_engines.py`). If an engine
 is said not to run it, that engine's own constructor must refuse it too. What does not fit into
 memory is neither: it is drawn again with more nodes or a smaller model.
+
+Every call that evaluates is then given a layout of its own on its devices, drawn from all that
+there are: the plan with it must be divided into groups of processes, or it must be refused by the
+plan and by the engine alike.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from random import Random
 from typing import Any
 
@@ -21,9 +26,10 @@ from penstock.configs.references import option_file
 from penstock.dataflow.errors import InfeasibleError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import resolved
+from penstock.launch.placement.place import divide_groups
 from penstock.launch.placement.plan_request import SECTIONS, PlanRequest, plan_request
 from penstock.planner.inputs.calls import Call, calls_of
-from penstock.planner.inputs.layout import Layout, pinned_layout
+from penstock.planner.inputs.layout import Layout, check_layout, pinned_layout
 from penstock.planner.plan.plan import Plan
 from penstock.workers.engines.engine import EngineKind
 from penstock.workers.engines.registry import ENGINES
@@ -66,6 +72,7 @@ class Case:
         lag: Steps that generation may be behind.
         sizes: Prompts, their tokens, and those of a response.
         others: A role with an engine of its own, or what is pinned; keys of the configuration.
+        seed: Of layouts of calls that evaluate.
     """
 
     algorithm: str
@@ -77,6 +84,7 @@ class Case:
     lag: int
     sizes: tuple[int, int, int]
     others: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def words(self) -> list[str]:
@@ -108,7 +116,8 @@ def drawn(random: Random) -> Case:
         others = (f"plan.pins.layouts.{node}.{pin}",)
     elif algorithm == "ppo" and random.random() < 0.5:
         others = (f"algorithm.roles.critic.engine={random.choice(('fsdp', 'megatron'))}",)
-    return Case(algorithm, model, engine, rollout, num_nodes, per_node, lag, sizes, others)
+    given = (algorithm, model, engine, rollout, num_nodes, per_node, lag, sizes, others)
+    return Case(*given, seed=random.randrange(1 << 30))
 
 
 def _makes_sense(pin: str, kind: str, per_node: int) -> bool:
@@ -147,6 +156,7 @@ class Outcome:
         said: Why.
         redrawn: How often it did not fit.
         weights: Bytes of weights that were planned and that were built, of each call.
+        apart: What became of layouts of their own: "built", or "refused".
     """
 
     case: Case
@@ -154,6 +164,7 @@ class Outcome:
     said: str = ""
     redrawn: int = 0
     weights: tuple[tuple[int, int], ...] = ()
+    apart: tuple[str, ...] = ()
 
 
 def tried(case: Case) -> Outcome:
@@ -203,7 +214,66 @@ def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: 
         if parts:  # of the stage that has most: the first or the last
             planned = engine.planned.memory.resident(call, layout)
             weights.append((planned.weights, max(parts)))
-    return Outcome(case, "runnable", weights=tuple(weights))
+    apart = _evaluated_apart(case, engines, request, plan)
+    if isinstance(apart, str):
+        return Outcome(case, "not as its plan says", apart)
+    return Outcome(case, "runnable", weights=tuple(weights), apart=apart)
+
+
+def _evaluated_apart(
+    case: Case, engines: Any, request: PlanRequest, plan: Plan
+) -> tuple[str, ...] | str:
+    """Give calls that evaluate layouts of their own; what went wrong as text."""
+    random, found = Random(case.seed), list[str]()
+    for call in calls_of(request.graph, request.workload, request.models):
+        if call.kind != "forward":
+            continue
+        layout = _any_layout(random, plan.layouts[call.name].num_devices)
+        engine: EngineKind = engines.runs(request.graph, request.graph[call.name])
+        where = f"{call.name} in {layout} on {engine.name}"
+        why = _refusal(layout, engine, call, case.per_node)
+        # An engine without any notion of these has no such option.
+        extras: list[dict[str, Any]] = [{}]
+        extras += [{"cp": layout.cp}, {"zero": layout.zero}] if why else []
+        raised: Exception | None = None
+        for extra in extras:
+            try:
+                for process in dict.fromkeys((0, layout.num_devices - 1)):
+                    longest = call.tokens_longest
+                    construct(engine, layout, _model(case), _head(call), process, longest, extra)
+            except Exception as error:  # noqa: BLE001 - it is compared with what the plan says
+                raised = error
+        if (why is None) != (raised is None):
+            return f"{where}: {why or 'planned'}, but {_line(raised) if raised else 'built'}"
+        found.append("refused" if why else "built")
+        if why is None:
+            layouts = {**plan.layouts, call.name: layout}
+            changed = plan.model_copy(update={"layouts": layouts})
+            divided = divide_groups(changed, request.graph, engines, views=case.lag == 0)
+            group = divided.group(divided.group_of(request.graph[call.name]))
+            sizes = (group.tensor_parallel, group.pipeline_parallel)
+            if sizes != engine.division(layout):
+                return f"{where}: its group is divided {sizes}"
+            divided.placement(request.graph)
+    return tuple(found)
+
+
+def _any_layout(random: Random, num_devices: int) -> Layout:
+    sizes = dict.fromkeys(("tp", "pp", "dp", "cp"), 1)
+    while prod(sizes.values()) < num_devices:
+        left = num_devices // prod(sizes.values())
+        divisors = [n for n in range(2, left + 1) if left % n == 0]
+        sizes[random.choice(list(sizes))] *= random.choice(divisors)
+    return Layout(**sizes, zero=random.choice((0, 2, 3)) if sizes["dp"] > 1 else 0)
+
+
+def _refusal(layout: Layout, engine: EngineKind, call: Call, per_node: int) -> str | None:
+    """Why a plan cannot have a call in a layout."""
+    try:
+        check_layout(layout, call.model, node_size=per_node)
+    except PlanError as error:
+        return str(error).splitlines()[0]
+    return engine.why_not(layout, call.kind, call.model)
 
 
 def _confirmed(case: Case, composed: Mapping[str, Any], said: str) -> Outcome:
@@ -272,6 +342,7 @@ def main() -> None:
             "other": {k: n for k, n in kinds.items() if k not in ("runnable", "refused")},
             "redrawn": sum(outcome.redrawn > 0 for outcome in outcomes),
             "calls_built": len(pairs),
+            "calls_apart": Counter(one for outcome in outcomes for one in outcome.apart),
             "largest_weight_error": max(off, default=0.0),
             "mean_weight_error": sum(off) / max(len(off), 1),
             "engines": Counter(outcome.case.engine for outcome in outcomes),

@@ -293,8 +293,9 @@ class RankProcess:
             for role in self._views:
                 self._make_view(role)
             self._sleeps = ""
-        except Exception:  # noqa: BLE001 - told when work is asked for next; this answer is not read
-            self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
+        except Exception as error:  # noqa: BLE001 - said when work is asked for: no answer is read
+            said = str(error) if isinstance(error, PenstockError) else traceback.format_exc()
+            self._sleeps = f"waking it failed:\n{said}"
 
     def _make_view(self, role: str) -> None:
         """Give a role the weights that the processes around train; all of them must, at once.

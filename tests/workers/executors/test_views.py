@@ -109,6 +109,8 @@ def evaluated(name: str, backend: Backend, *, within: bool, apart: bool = False)
     )
     nodes = dict.fromkeys((n.name for n in run.graph.nodes if n.name != "prompts"), "main")
     nodes["actor.logprob"] = "other"
+    if engine == "torch":
+        nodes["actor.generate"] = "other"
     groups = [main, replace(other, within="main" if within else "")]
     if engine != "torch":  # two groups live within one
         nodes["actor.generate"] = "rollout"

@@ -4,35 +4,40 @@
 
 For each pair of layouts a small GRPO runs on Ray, once with its generator within the group that
 trains (`DeviceGroup.within`) and once in processes of its own on the same devices, rounds
-interleaved. Bytes are counted where torch.distributed receives them, by wrapping the process
-group's own methods, and compared with what the transfer plan says each process lacks. The time is
-that of bringing new weights from group to group, of every step but the first. Memory is the
-greatest resident size of each process while weights are handed over and a token is sampled, above
-its size before its model was built, against training's own bytes and those of the view.
+interleaved.
+
+- Bytes of a hand-over are counted where they come from other processes: what torch.distributed
+  delivers, by wrapping the process group's own methods, less the rank's own part; and what the
+  kernel says that it has copied out of their memory. They are compared with what the transfer plan
+  says each process lacks.
+- The time is that of bringing new weights from group to group, of every step but the first.
+- Memory is the greatest resident size of each process from the hand-over until training has its
+  turn again, above its size before its model was built, against training's own bytes and those of
+  the view that are not training's own.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import statistics
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import psutil
 import torch.distributed as dist
-from bench import parser, report, table
+from bench import parser, report, spread, table
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.planner.resharding.plan_transfer import DeviceTraffic
 from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.sources import PromptSource
@@ -46,7 +51,7 @@ from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.rollout.generator_policy import SplitPolicySpec
 from penstock.workers.training.optimizer import OptimizerSpec
-from penstock.workers.weight_sync.views import view_plan
+from penstock.workers.weight_sync import peer_memory, views
 from pydantic import TypeAdapter
 
 TASK = ReasoningTaskSpec(
@@ -70,47 +75,89 @@ class Pair:
 
     engine: str
     shards: int  # of FSDP
-    train: tuple[int, int]  # tensor- and pipeline-parallel processes of its one rank
+    train: tuple[int, int, int]  # ranks, and tensor- and pipeline-parallel processes of each
     view: tuple[int, int]  # ranks and tensor-parallel processes
     order: tuple[int, ...]  # devices of the view's processes
 
 
 PAIRS = {
-    "tp2 -> dp2": Pair("megatron", 1, (2, 1), (2, 1), (0, 1)),
-    "pp2 -> dp2": Pair("megatron", 1, (1, 2), (2, 1), (0, 1)),
-    "tp4 -> tp2": Pair("megatron", 1, (4, 1), (2, 2), (0, 2, 1, 3)),
-    "tp2 pp2 -> tp2": Pair("megatron", 1, (2, 2), (2, 2), (0, 1, 2, 3)),
-    "fsdp4 -> dp4": Pair("fsdp", 4, (4, 1), (4, 1), (0, 1, 2, 3)),
-    "fsdp2 x tp2 -> tp2": Pair("fsdp", 2, (4, 1), (2, 2), (0, 1, 2, 3)),
+    "tp2 -> dp2": Pair("megatron", 1, (1, 2, 1), (2, 1), (0, 1)),
+    "pp2 -> dp2": Pair("megatron", 1, (1, 1, 2), (2, 1), (0, 1)),
+    "tp4 -> tp2": Pair("megatron", 1, (1, 4, 1), (2, 2), (0, 2, 1, 3)),
+    "tp2 pp2 -> tp2": Pair("megatron", 1, (1, 2, 2), (2, 2), (0, 1, 2, 3)),
+    "fsdp4 -> dp4": Pair("fsdp", 4, (1, 4, 1), (4, 1), (0, 1, 2, 3)),
+    "fsdp2 x tp2 -> tp2": Pair("fsdp", 2, (1, 4, 1), (2, 2), (0, 1, 2, 3)),
+    "tp4 dp2 -> tp2": Pair("megatron", 1, (2, 4, 1), (4, 2), (0, 2, 1, 3, 4, 6, 5, 7)),
+    "fsdp4 dp2 -> dp8": Pair("fsdp", 4, (2, 4, 1), (8, 1), tuple(range(8))),
 }
 
-_RECEIVED = {"bytes": 0}
+
+@dataclass
+class Seen:
+    """What one process has seen of its hand-overs."""
+
+    base_bytes: int = 0  # of the process before its model was built
+    received_bytes: list[int] = field(default_factory=list[int])  # in each, from other processes
+    peak_bytes: list[int] = field(default_factory=list[int])  # of each and of its generation
+    in_place_bytes: int = 0  # of the view, which are training's own
 
 
-def _count_received() -> None:
-    """Have torch.distributed's process groups count what comes from other processes."""
+_SEEN = Seen()
+
+
+def _watch(worker: Any) -> None:
+    """Count what comes from other processes while weights are handed over, and watch the memory."""
     group: Any = dist.ProcessGroup
-    receive = group.recv
+    receive, gather, read = group.recv, group.allgather, peer_memory.read_memory
+    exchange, wake = views.exchange, worker.wake
+    count = 0
 
-    def counted(self: Any, tensors: list[Any], *given: Any) -> Any:
-        _RECEIVED["bytes"] += sum(t.numel() * t.element_size() for t in tensors)
+    def received(self: Any, tensors: list[Any], *given: Any) -> Any:
+        nonlocal count
+        count += sum(t.numel() * t.element_size() for t in tensors)
         return receive(self, tensors, *given)
 
-    group.recv = counted
+    def gathered(self: Any, outputs: list[list[Any]], inputs: list[Any], *given: Any) -> Any:
+        nonlocal count
+        found = gather(self, outputs, inputs, *given)
+        count += sum(t.numel() * t.element_size() for one in outputs for t in one)
+        count -= sum(t.numel() * t.element_size() for t in inputs)
+        return found
+
+    def copied(pid: int, runs: Any) -> int:
+        nonlocal count
+        found = read(pid, runs)
+        count += found if pid != os.getpid() else 0
+        return found
+
+    def watched(plan: Any, device: int, held: Any, wanted: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the greatest size begins anew
+        before = count
+        exchange(plan, device, held, wanted)
+        _SEEN.received_bytes.append(count - before)
+        _SEEN.peak_bytes.append(0)
+        trained = {one.untyped_storage().data_ptr() for one in held.values()}
+        shared = [one for one in wanted.values() if one.untyped_storage().data_ptr() in trained]
+        _SEEN.in_place_bytes = sum(one.nbytes for one in shared)
+
+    def woken() -> None:
+        if _SEEN.peak_bytes:
+            _SEEN.peak_bytes[-1] = _status("VmHWM")
+        wake()
+
+    group.recv, group.allgather, peer_memory.read_memory = received, gathered, copied
+    views.exchange, worker.wake = watched, woken
 
 
 def _write(worker: Any, folder: str) -> None:
-    """Leave what this process has counted in a folder, and count anew."""
-    own = psutil.Process()
+    """Leave what this process has seen in a folder."""
+    storages = {one.untyped_storage().data_ptr(): one for one in worker.device_tensors()}
     found = {
-        "received": _RECEIVED["bytes"],
-        "peak": _status("VmHWM"),
-        "now": own.memory_info().rss,
+        **asdict(_SEEN),
+        "training_bytes": sum(one.untyped_storage().nbytes() for one in storages.values()),
         "layout": LAYOUTS.dump_python(worker.weights_layout(), mode="json"),
     }
     Path(folder, f"{worker.context.process}.json").write_text(json.dumps(found))
-    _RECEIVED["bytes"] = 0
-    Path("/proc/self/clear_refs").write_text("5")  # the greatest size begins anew
 
 
 def _status(name: str) -> int:
@@ -122,11 +169,18 @@ def _status(name: str) -> int:
 class CountedSpec:
     """A recipe whose worker can say what its process has received."""
 
-    spec: WorkerSpec
+    spec: Any
 
     def build(self, context: WorkerContext) -> Any:
-        _count_received()
+        small = {**self.spec.model.architecture, "hidden_size": 64, "num_hidden_layers": 4}
+        model = replace(self.spec.model, architecture={**small, "intermediate_size": 64})
+        # What is imported, and groups that are joined, are none of the model.
+        replace(self.spec, model=model).build(context)
+        TASK.build()
+        gc.collect()
+        _SEEN.base_bytes = _status("VmRSS")
         worker: Any = self.spec.build(context)
+        _watch(worker)
         worker.write_counts = MethodType(_write, worker)
         return worker
 
@@ -159,7 +213,8 @@ def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str,
     split = SplitPolicySpec(train=CountedSpec(train), rollout=TorchGeneratorSpec(**own))
     graph = build(grpo_step, cfg=GRPO(sampling=Sampling(num_samples=2, max_new_tokens=2)))
     devices = tuple(range(len(pair.order)))
-    main = DeviceGroup("main", 1, "cpu", *pair.train, devices)
+    train_ranks, train_tensor, stages = pair.train
+    main = DeviceGroup("main", train_ranks, "cpu", train_tensor, stages, devices)
     ranks, tensor = pair.view
     rollout = DeviceGroup("rollout", ranks, tensor_parallel=tensor, devices=pair.order)
     rollout = replace(rollout, within="main") if within else rollout
@@ -192,7 +247,7 @@ def measured(pair: Pair, size: str, *, within: bool) -> dict[str, Any]:
         weights = engine.call("actor", "weights_sha256")
         files = sorted(Path(folder).iterdir(), key=lambda file: int(file.stem))
         found = [json.loads(file.read_text()) for file in files]
-    return {"seconds": seconds, "found": found, "sha256": weights}
+    return {"seconds": seconds, "seen": found, "sha256": weights}
 
 
 def main() -> None:
@@ -200,69 +255,93 @@ def main() -> None:
     options.add_argument("--sizes", nargs="+", default=["25M", "300M"], choices=list(SIZES))
     options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--within-only", action="store_true", help="measure no groups in turns")
     given = options.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     pairs: list[dict[str, Any]] = []
     for size in given.sizes:
         for name in given.pairs:
-            pairs.append(compared(name, size, given.rounds))
+            sides = (True,) if given.within_only else (True, False)
+            pairs.append(compared(name, size, given.rounds, sides))
             print(json.dumps(pairs[-1]), flush=True)
-    head = ["pair", "size", "received MB", "planned MB", "equal", "s", "s in turns", "ratio"]
+            report({"pairs": pairs}, given.json)  # the rest may take an hour
+    head = ["pair", "size", "of view MB", "received MB", "planned MB", "equal", "s", "s in turns"]
     rows = [
         [
             f"{one['from']} -> {one['to']}",
             one["size"],
-            f"{max(one['received_bytes']) / 1e6:.1f}",
+            *(f"{max(one[key]) / 1e6:.1f}" for key in ("view_bytes", "received_bytes")),
             f"{max(one['planned_bytes']) / 1e6:.1f}",
             one["equal"],
-            f"{one['seconds']:.3f}",
-            f"{one['seconds_take_turns']:.3f}",
-            f"{one['seconds'] / one['seconds_take_turns']:.2f}",
+            *(f"{one[key] or 0:.3f}" for key in ("seconds", "seconds_take_turns")),
+            f"{one['ratio'] or 0:.2f}",
+            f"{max(one['peak_bytes']) / 1e6:.0f}",
+            f"{max(one['ledger_bytes']) / 1e6:.0f}",
+            f"{one['memory_ratio']:.3f}",
         ]
         for one in pairs
     ]
-    print(table(head, rows))
-    report({"pairs": pairs}, given.json)
+    print(table([*head, "ratio", "peak MB", "ledger MB", "ratio"], rows))
 
 
-def compared(name: str, size: str, rounds: int) -> dict[str, Any]:
+def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[str, Any]:
     pair = PAIRS[name]
     every: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for _ in range(rounds):
-        for within in (True, False):
+        for within in sides:
             every[within].append(measured(pair, size, within=within))
-    first = every[True][0]
-    received = [one["received"] // STEPS for one in first["found"]]
-    planned = planned_bytes(pair, first["found"][0]["layout"])
-    seconds = {
-        within: statistics.median(s for one in runs for s in one["seconds"])
-        for within, runs in every.items()
-    }
+    seen = [one["seen"] for one in every[True]]
+    traffic = planned(pair, seen[0][0]["layout"])
+    received = [max(max(one["received_bytes"]) for one in all_) for all_ in zip(*seen, strict=True)]
+    peaks = [
+        max(max(one["peak_bytes"]) - one["base_bytes"] for one in all_)
+        for all_ in zip(*seen, strict=True)
+    ]
+    ledger = [
+        one["training_bytes"] + share.needed_bytes - one["in_place_bytes"]
+        for one, share in zip(seen[0], traffic, strict=True)
+    ]
+    within, turns = (
+        spread([second for one in runs for second in one["seconds"]]) if runs else None
+        for runs in (every[True], every[False])
+    )
     hashes = {one["sha256"] for runs in every.values() for one in runs}
+    fits = all(
+        abs(got - share.received_bytes) <= share.received_bytes / 100
+        for got, share in zip(received, traffic, strict=True)
+    )
     before, after = name.split(" -> ")
     return {
         "from": before,
         "to": after,
         "size": size,
         "ranks": len(pair.order),
+        "view_bytes": [share.needed_bytes for share in traffic],
         "received_bytes": received,
-        "planned_bytes": planned,
-        "equal": received == planned and len(hashes) == 1,
-        "seconds": seconds[True],
-        "seconds_take_turns": seconds[False],
+        "planned_bytes": [share.received_bytes for share in traffic],
+        "equal": fits and len(hashes) == 1,
+        "seconds": within["median"] if within else None,
+        "seconds_take_turns": turns["median"] if turns else None,
+        "ratio": within["median"] / turns["median"] if within and turns else None,
+        "spread": within,
+        "spread_take_turns": turns,
+        "in_place_bytes": [one["in_place_bytes"] for one in seen[0]],
+        "peak_bytes": peaks,
+        "ledger_bytes": ledger,
+        "memory_ratio": max(peak / due for peak, due in zip(peaks, ledger, strict=True)),
     }
 
 
-def planned_bytes(pair: Pair, layout: Any) -> list[int]:
-    """What each process lacks by the transfer plan."""
+def planned(pair: Pair, layout: Any) -> list[DeviceTraffic]:
+    """What each process needs of the view, and what it lacks, by the transfer plan."""
     source = LAYOUTS.validate_python(layout)
     shapes = {param.name: param.shape for param in source.params}
     ranks, tensor = pair.view
     view = divided_sharding(shapes, tensor=tensor, replicas=ranks, dtype=source.dtype)
     if tensor == 1:
         view = unsharded(shapes, range(ranks), dtype=source.dtype)
-    plan = view_plan(source, view, pair.order)
-    return [plan.traffic[process].received_bytes for process in range(len(pair.order))]
+    plan = views.view_plan(source, view, pair.order)
+    return [plan.traffic[process] for process in range(len(pair.order))]
 
 
 if __name__ == "__main__":

@@ -229,6 +229,9 @@ class Worker:
         """
         return None
 
+    def borrow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have some of `local_tensors` be these tensors of another worker, and only read them."""
+
     def weights_changed(self) -> None:
         """Note that `local_tensors` were written from outside."""
 

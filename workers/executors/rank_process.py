@@ -36,6 +36,7 @@ from ...dataflow.runtime.worker_protocol import (
 )
 from ...planner.resharding.sharding import Sharding
 from ..inference.link import InferenceClient, InferenceServer
+from ..training.host_memory import give_back_freed
 from ..weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, ChannelEnd, Offer, WeightChannel
 from ..weight_sync.packets import SliceTraffic
 from ..weight_sync.views import gather_view
@@ -225,6 +226,7 @@ class RankProcess:
                 if server == self._group.name:
                     self._served_weights.add(role, program.graph.roles[role], self._roles[role])
         sleep_offloaded(self._roles.values())
+        give_back_freed(torch.device(self._group.device))  # what building took besides
 
     def serve(self, token: str, before: Address | None) -> Address:
         """Answer inference requests from now on, on this process's own address; where that is."""

@@ -113,8 +113,11 @@ class ModelSpec:
     def check_weights(self, weights: Mapping[str, Tensor], context: WorkerContext) -> None:
         """Require of a model's first weights, wherever they lie by now, that they are numbers.
 
-        `weights` are all, or a process's part: all processes of its group must ask.
+        `weights` are all, or a process's part: all processes of its group must ask. Those of a view
+        (`WorkerContext.places`) are looked at where they are trained.
         """
+        if context.places:
+            return
         device = next(iter(weights.values())).device
         everyone = RankGroup(context.process, context.num_processes, device)
         names = everyone.union(unusable(weights))

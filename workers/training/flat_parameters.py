@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import safetensors
@@ -31,43 +32,88 @@ class FlatParameters:
     """Owner of a module's weights and gradients, of one dtype on one device.
 
     Parameters are re-pointed into the buffer; tied ones stay tied, and `fused` ones lie side by
-    side, so that `fused_weight` has them stacked along dimension 0.
+    side, so that `fused_weight` has them stacked along dimension 0. Weights of an `empty` module
+    come later; none are copied.
     """
 
     def __init__(
         self,
         module: nn.Module | Mapping[str, nn.Parameter],
         fused: Sequence[tuple[str, ...]] = (),
+        *,
+        empty: bool = False,
     ) -> None:
         named = module.named_parameters() if isinstance(module, nn.Module) else module
         parameters = dict(named)
         assert len({(p.dtype, p.device) for p in parameters.values()}) == 1, "one dtype, one device"
-        runs = _runs(parameters, fused)
-        size = sum(_aligned(sum(parameters[name].numel() for name in run)) for run in runs)
-        first = next(iter(parameters.values()))
-        # The buffer, [size]. Gaps between parameters are zero and stay zero.
-        self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._parameters = parameters
+        self._spans: dict[str, tuple[int, torch.Size]] = {}
+        self._runs = _runs(parameters, fused)
         # The gradient buffer, f32[size], or None until `enable_gradients`
         self.grad: Tensor | None = None
-        self._spans: dict[str, tuple[int, torch.Size]] = {}
-        self._parameters = parameters
         self._fused: dict[tuple[str, ...], tuple[nn.Parameter, int]] = {}
+        self.borrowed: list[str] = []  # Names of parameters outside of the buffer
+        # The buffer, [size]. Gaps between parameters are zero and stay zero.
+        self.data = self._laid(self._runs, copied=not empty)
+
+    def _laid(self, runs: Sequence[Sequence[str]], *, copied: bool) -> Tensor:
+        """A buffer in which the parameters of runs lie from now on."""
+        parameters = self._parameters
+        size = sum(_aligned(sum(parameters[name].numel() for name in run)) for run in runs)
+        first = next(iter(parameters.values()))
+        make = torch.zeros if copied else torch.empty
+        buffer = make(size, dtype=first.dtype, device=first.device)
         start = 0
         for run in runs:
             begin = start
             for name in run:
                 parameter = parameters[name]
                 self._spans[name] = (start, parameter.shape)
-                view = self.view(self.data, name)
-                view.copy_(parameter.detach())
+                view = self.view(buffer, name)
+                if copied:
+                    view.copy_(parameter.detach())
                 # The object stays: the module, and what is tied to it, go on to use it.
                 parameter.data = view
                 start += parameter.numel()
             if len(run) > 1:
-                shape = torch.Size((-1, *parameters[run[0]].shape[1:]))
-                stacked = self.data[begin:start].view(shape)
-                self._fused[tuple(run)] = (nn.Parameter(stacked), begin)
+                self._stack(run, buffer[begin:start], begin)
             start = begin + _aligned(start - begin)
+        return buffer
+
+    def _stack(self, run: Sequence[str], data: Tensor, begin: int) -> None:
+        stacked = data.view(-1, *self._parameters[run[0]].shape[1:])
+        if tuple(run) in self._fused:
+            self._fused[tuple(run)][0].data = stacked  # what computes with it goes on to use it
+        else:
+            self._fused[tuple(run)] = nn.Parameter(stacked), begin
+
+    def borrow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have parameters be tensors of others, where a whole run lies together; all else is empty.
+
+        They are only read, and have no gradients.
+        """
+        lent = [run for run in self._runs if _adjoin([tensors.get(name) for name in run])]
+        names = [name for run in lent for name in run]
+        if self.borrowed == names and all(
+            self._parameters[name].data_ptr() == tensors[name].data_ptr() for name in names
+        ):
+            return
+        for run in lent:
+            for name in run:
+                self._parameters[name].data = tensors[name]
+            if len(run) > 1:
+                first = tensors[run[0]]
+                size = sum(tensors[name].numel() for name in run)
+                self._stack(run, first.as_strided((size,), (1,)), 0)
+        self.borrowed = names
+        self.data = self._laid([run for run in self._runs if run not in lent], copied=False)
+
+    @property
+    def place(self) -> int:
+        """Another number if weights have come to lie elsewhere."""
+        return hash(
+            (self.data.data_ptr(), *(self._parameters[n].data_ptr() for n in self.borrowed))
+        )
 
     @property
     def names(self) -> list[str]:
@@ -142,6 +188,16 @@ def _runs(parameters: Mapping[str, Tensor], fused: Iterable[tuple[str, ...]]) ->
             runs.append(list(together.get(name, (name,))))
             placed.update(runs[-1])
     return runs
+
+
+def _adjoin(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether these are tensors that lie one behind the other."""
+    given = [one for one in tensors if one is not None and one.is_contiguous()]
+    return len(given) == len(tensors) and all(
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+        for a, b in pairwise(given)
+    )
 
 
 def _aligned(numel: int) -> int:

@@ -192,7 +192,8 @@ class WholeNetwork:
         self.device = self.flat.data.device
         self._is_large = sum(weight.numel() for weight in module.parameters()) > _LARGE
         self.replicas = rank_group(context, self.device)
-        self.replicas.broadcast_(self.flat.data)
+        if not context.places:  # a view's weights come later, to each process
+            self.replicas.broadcast_(self.flat.data)
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
         dtype = str(self.flat.data.dtype).removeprefix("torch.")
         self.layout = unsharded(shapes, range(context.num_processes), dtype=dtype)
@@ -201,8 +202,9 @@ class WholeNetwork:
         self.rank_layout = unsharded(lying, [context.process], dtype=dtype)
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        source = self.flat.data if buffer is None else buffer
-        return {name: self.flat.view(source, name) for name in self.flat.names}
+        if buffer is None:
+            return {name: self.flat.parameter(name).detach() for name in self.flat.names}
+        return {name: self.flat.view(buffer, name) for name in self.flat.names}
 
     def held_tensors(self) -> list[Tensor]:
         return [self.flat.data, *self.gradients()]

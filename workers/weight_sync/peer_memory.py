@@ -33,7 +33,7 @@ _SET_PTRACER, _ANYBODY = 0x59616D61, 2**64 - 1  # of prctl
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The memory that the processes of torch.distributed's default group let each other read."""
+    """Memory of processes of torch.distributed's default group that others may read."""
 
     sources: frozenset[int]  # Processes that this one can read
     readers: frozenset[int]  # Processes that can read this one

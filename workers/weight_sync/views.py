@@ -51,9 +51,24 @@ def gather_view(
             "give it weights_layout, local_tensors and weights_changed"
         )
     plan = view_plan(source, worker.weights_layout(), tuple(places))
+    worker.borrow(in_place(plan, places[process], held, wanted))
     with torch.no_grad():
-        exchange(plan, places[process], held, wanted)
+        exchange(plan, places[process], held, worker.local_tensors() or {})
     worker.weights_changed()
+
+
+def in_place(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) -> dict[str, Tensor]:
+    """Return tensors of a process that are, as they lie, tensors of its view, by name there."""
+    found: dict[str, Tensor] = {}
+    for move in plan.moves:
+        if move.is_copy and move.source == device:
+            for part in _parts(plan, move):
+                given, name = read_view(part, held), part.param.destination_tensor
+                alike = given.shape == wanted[name].shape and given.dtype == wanted[name].dtype
+                dims = part.param.destination_dims
+                if alike and given.is_contiguous() and list(dims) == sorted(dims):
+                    found[name] = given
+    return found
 
 
 def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) -> None:
@@ -77,7 +92,9 @@ def exchange(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) ->
             offers[move.source] += len(plan.groups[move.group])
         elif move.source == device:
             for part in _parts(plan, move):
-                write_view(part, wanted, dtype).copy_(read_view(part, held))
+                place, given = write_view(part, wanted, dtype), read_view(part, held)
+                if place.data_ptr() != given.data_ptr():  # else it is borrowed
+                    place.copy_(given)
     offered = [
         read_view(part, held)
         for move, _ in moves

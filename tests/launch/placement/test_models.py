@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from penstock.configs.schema import WorkloadConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import Run, dumped, resolve, resolved, run_config
 from penstock.launch.stages.prepare import model_folders, prepare
 from penstock.launch.stages.report import about_model
+from penstock.planner.inputs.calls import Lengths
 from penstock.planner.plan.plan import one_group_plan
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
@@ -301,3 +303,12 @@ def test_weights_that_are_averaged_are_float32(
     (tmp_path / f"{name}.py").write_text(AVERAGE.replace("SHARE", share))
     step = ["algorithm=own", f"algorithm.step={name}:average_step", "algorithm.per_step.prompts=4"]
     assert prepared(f"model={saved}", *step).model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("words", "num_tokens"),
+    [(["algorithm=grpo", "algorithm.cfg.sampling.max_new_tokens=7"], 7), (["algorithm=sft"], 20)],
+)
+def test_responses_are_planned_as_long_as_they_may_be(words: list[str], num_tokens: int) -> None:
+    inputs = module.PlanInputs(prepared(*words, "task.max_response_tokens=20"))
+    assert inputs.workload(WorkloadConfig()).response == Lengths.constant(num_tokens)

@@ -157,6 +157,17 @@ def test_a_norm_is_exact_however_long_the_gradient(engine: str, size: int):
     assert _norm_by(engine, grad) == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize(("rank", "own"), [(0, [0, 1, 2]), (1, [3, 4, 5]), (2, [6])])
+def test_ranks_that_share_its_state_have_runs_of_one_length(rank: int, own: list[int]):
+    """Each is as long as the first, so that they are sent alike; the last holds what is left."""
+    ranks = RankGroup(rank, 3, torch.device("cpu"))
+    optimizer = SharedAdamW(
+        torch.zeros(7), OptimizerSpec(), ranks, counted=[(0, 7)], model_groups=[None], shared=True
+    )
+    optimizer.load_state({"exp_avg": torch.arange(7.0)}, steps=1)
+    assert optimizer._buffers["exp_avg"].tolist() == own  # pyright: ignore[reportPrivateUsage]
+
+
 def test_square_sums_of_nothing_and_of_spans():
     x = torch.arange(200_000.0)
     assert float(square_sum(x[:0])) == float(square_sum(x, [])) == 0

@@ -228,7 +228,7 @@ class DeviceBatch(Batch):
             if self.graphs is None:
                 self.sample_next(span)
             else:
-                self.graphs.run(self.sample_next, span, self._network.flat.data.data_ptr())
+                self.graphs.run(self.sample_next, span, self._network.flat.place)
 
     def sample_next(self, span: int) -> None:
         """Append the last token of every row to its cache, and sample the next; without a look."""

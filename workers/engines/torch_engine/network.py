@@ -94,7 +94,11 @@ class TorchNetwork(WholeNetwork):
         context: WorkerContext,
         split: SplitWeights | None = None,
     ) -> None:
-        own = FlatParameters(module, lean_names(module, head)) if split is None else split.trained
+        if split is None:
+            fused = lean_names(module, head)
+            own = FlatParameters(module, fused, empty=is_empty(context, _parts(module, head)[0]))
+        else:
+            own = split.trained
         super().__init__(module, context, own)
         self._split = split
         self._is_scalar = head.is_scalar
@@ -314,6 +318,11 @@ def make_network(
 ) -> TorchNetwork:
     kind = LeanNetwork if is_lean(_parts(module, head)[0]) else PlainNetwork
     return kind(module, head, context, split)
+
+
+def is_empty(context: WorkerContext, backbone: nn.Module) -> bool:
+    """Whether a model is built without its first weights: all come from the processes around it."""
+    return bool(context.places) and is_lean(backbone)
 
 
 def lean_names(module: nn.Module, head: Head) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.resharding.sharding import Sharding
+from ...models.architecture import empty_model
 from ...models.lora import LoraSpec, adapt
 from ...models.spec import Head, ModelSpec
 from ...models.tokenizer import TokenizerSpec
@@ -20,8 +22,15 @@ from ...training.host_memory import HostCopy, dropped, keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .generator import TorchGenerator
-from .network import SplitWeights, TorchNetwork, frozen_weights, make_network, prepare_same_bits
-from .tensor_parallel import check_divides, tensor_parallel_network
+from .network import (
+    SplitWeights,
+    TorchNetwork,
+    frozen_weights,
+    is_empty,
+    make_network,
+    prepare_same_bits,
+)
+from .tensor_parallel import check_divides, part_of_module, tensor_parallel_network
 
 
 def check_divided(
@@ -89,6 +98,8 @@ class TorchModel:
 
     def _network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         if not (self.lora or self.shares_weights):
+            if is_empty(context, empty_model(model.config).base_model):
+                return make_network(part_of_module(model, head, context), head, context)
             module = head.whole_model(model, context, context.device)
             return make_network(module, head, context)
         frozen = frozen_weights(model, context, head)
@@ -179,7 +190,7 @@ class TorchGeneratorPolicy(GeneratorPolicy):
         if not self.context.places:  # what has come from other processes is kept
             return False
         if self._dropped is None:
-            self._dropped = dropped(self._network.tensors().values())
+            self._dropped = dropped(self._network.held_tensors())
             self._gave_back(self._dropped.num_bytes)
         return True
 
@@ -192,6 +203,10 @@ class TorchGeneratorPolicy(GeneratorPolicy):
 
     def local_tensors(self) -> dict[str, Tensor]:
         return self._network.tensors()
+
+    @override
+    def borrow(self, tensors: Mapping[str, Tensor]) -> None:
+        self._network.flat.borrow(tensors)
 
     def weights_changed(self) -> None:
         """See `ModelWorker.weights_changed`: nothing here is derived from them."""

@@ -75,7 +75,7 @@ class TensorParallelNetwork(LeanNetwork):
     def __init__(
         self, model: ModelSpec, head: Head, context: WorkerContext, group: dist.ProcessGroup
     ) -> None:
-        module = _part_of_module(model, head, context)
+        module = part_of_module(model, head, context)
         super().__init__(module, head, context)
         self.vocabulary_group = group
         self.backbone.group = group
@@ -162,7 +162,8 @@ def tensor_parallel_network(
     join_processes(context)
     group = _tensor_groups(context.tensor_parallel, context.num_ranks, context.places)[context.rank]
     network = TensorParallelNetwork(model, head, context, group)
-    fill_first_weights(network, model_source(model, head), head, model, context)
+    if not context.places:
+        fill_first_weights(network, model_source(model, head), head, model, context)
     return network
 
 
@@ -176,7 +177,7 @@ def _tensor_groups(tensor: int, data: int, places: tuple[int, ...]) -> list[Any]
     return [dist.new_group(list(group)) for group in groups]
 
 
-def _part_of_module(model: ModelSpec, head: Head, context: WorkerContext) -> nn.Module:
+def part_of_module(model: ModelSpec, head: Head, context: WorkerContext) -> nn.Module:
     """The module of a process's part, its weights not yet written, in evaluation mode."""
     config, tensor = copy.deepcopy(model.config), context.tensor_parallel
     config.head_dim = getattr(config, "head_dim", None) or (

@@ -59,7 +59,13 @@ def tokenizer_of(template: str) -> Tokenizer:
 
 
 def sequences_of(
-    tokenizer: Tokenizer, sampler: Sampler, *, rows: int = 40, max_turns: int = 40
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+    *,
+    rows: int = 40,
+    max_turns: int = 40,
+    problem: int = 0,
+    sample: int = 0,
 ) -> ProgramSequences:
     def reply(number: int, token: torch.Tensor, finished: bool) -> Reply:
         ids = [one for one in token.tolist() if one != tokenizer.eos_id]
@@ -70,12 +76,14 @@ def sequences_of(
         speak=sampler.speak,
         reply_of=reply,
         shown=lambda before, after, finished: [],
-        uniform=lambda problem, sample, turn, count: torch.zeros(count).double(),
-        seed=lambda problem, sample, turn: turn,
+        uniform=lambda problem, sample, turn, count: torch.full(
+            (count,), 100 * problem + sample
+        ).double(),
+        seed=lambda problem, sample, turn: ((100 * problem + sample) << 60) + turn,
         limit_s=1.0,
     )
     return ProgramSequences(
-        lambda row: Conversation(row, 0, 0, [], []),
+        lambda row: Conversation(row, problem, sample, [], []),
         range(rows),
         exchange,
         TurnRenderer(tokenizer, {}),
@@ -174,3 +182,14 @@ def test_a_template_that_leaves_a_message_out_is_named() -> None:
     sequences = sequences_of(tokenizer, Sampler(tokenizer, 0))
     with pytest.raises(Refused, match="it leaves out what 'system' says"):
         ask(sequences, ("system", "be good"), ("user", "a"))
+
+
+def test_random_numbers_are_those_of_the_problem_and_its_sample() -> None:
+    tokenizer = tokenizer_of(SHORT)
+    sampler = Sampler(tokenizer, 0)
+    sequences = sequences_of(tokenizer, sampler, problem=3, sample=2)
+    request = read_request(json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode())
+    asyncio.run(sequences.answer(request))
+    (asked,) = sampler.asked
+    assert asked.seed >> 60 == 302
+    assert set(asked.uniform.tolist()) == {302.0}

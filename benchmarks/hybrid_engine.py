@@ -65,7 +65,6 @@ TASK = ReasoningTaskSpec(
 TOKENIZER = TokenizerSpec(alphabet="0123456789+-= ")
 SIZES = {"25M": (512, 8), "100M": (896, 10), "300M": (1280, 15)}
 """Hidden size and layers of models of about so many parameters, without the vocabulary."""
-STEPS = 4
 LAYOUTS = TypeAdapter(Sharding)
 
 
@@ -235,12 +234,12 @@ def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str,
     return engine, {"prompts": prompts}
 
 
-def measured(pair: Pair, size: str, *, within: bool) -> dict[str, Any]:
+def measured(pair: Pair, size: str, steps: int, *, within: bool) -> dict[str, Any]:
     """Bytes that each process received in a step, seconds of each hand-over, and the hash."""
     engine, sources = run_of(pair, size, within=within)
     seconds: list[float] = []
     with engine, tempfile.TemporaryDirectory() as folder:
-        for step in engine.run(sources, STEPS):
+        for step in engine.run(sources, steps):
             if step.step:
                 seconds += [sum(end - start for start, end in step.weights_s)]
         engine.call("actor", "write_counts", folder)
@@ -255,6 +254,7 @@ def main() -> None:
     options.add_argument("--sizes", nargs="+", default=["25M", "300M"], choices=list(SIZES))
     options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--steps", type=int, default=6, help="of a run; the first is not timed")
     options.add_argument("--within-only", action="store_true", help="measure no groups in turns")
     given = options.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -262,7 +262,12 @@ def main() -> None:
     for size in given.sizes:
         for name in given.pairs:
             sides = (True,) if given.within_only else (True, False)
-            pairs.append(compared(name, size, given.rounds, sides))
+            runs = [
+                (within, measured(PAIRS[name], size, given.steps, within=within))
+                for _ in range(given.rounds)
+                for within in sides
+            ]
+            pairs.append(compared(name, size, runs))
             print(json.dumps(pairs[-1]), flush=True)
             report({"pairs": pairs}, given.json)  # the rest may take an hour
     head = ["pair", "size", "of view MB", "received MB", "planned MB", "equal", "s", "s in turns"]
@@ -284,12 +289,10 @@ def main() -> None:
     print(table([*head, "ratio", "peak MB", "ledger MB", "ratio"], rows))
 
 
-def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[str, Any]:
+def compared(name: str, size: str, runs: Sequence[tuple[bool, dict[str, Any]]]) -> dict[str, Any]:
+    """Compare the runs of a pair of layouts, of which those that are True were within."""
     pair = PAIRS[name]
-    every: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for _ in range(rounds):
-        for within in sides:
-            every[within].append(measured(pair, size, within=within))
+    every = {side: [run for within, run in runs if within is side] for side in (True, False)}
     seen = [one["seen"] for one in every[True]]
     traffic = planned(pair, seen[0][0]["layout"])
     received = [max(max(one["received_bytes"]) for one in all_) for all_ in zip(*seen, strict=True)]
@@ -302,10 +305,10 @@ def compared(name: str, size: str, rounds: int, sides: Sequence[bool]) -> dict[s
         for one, share in zip(seen[0], traffic, strict=True)
     ]
     within, turns = (
-        spread([second for one in runs for second in one["seconds"]]) if runs else None
-        for runs in (every[True], every[False])
+        spread([second for one in some for second in one["seconds"]]) if some else None
+        for some in (every[True], every[False])
     )
-    hashes = {one["sha256"] for runs in every.values() for one in runs}
+    hashes = {run["sha256"] for _, run in runs}
     fits = all(
         abs(got - share.received_bytes) <= share.received_bytes / 100
         for got, share in zip(received, traffic, strict=True)

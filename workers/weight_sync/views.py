@@ -63,11 +63,13 @@ def in_place(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) ->
     for move in plan.moves:
         if move.is_copy and move.source == device:
             for part in _parts(plan, move):
-                given, name = read_view(part, held), part.param.destination_tensor
-                alike = given.shape == wanted[name].shape and given.dtype == wanted[name].dtype
-                dims = part.param.destination_dims
-                if alike and given.is_contiguous() and list(dims) == sorted(dims):
-                    found[name] = given
+                name, dims = part.param.destination_tensor, part.param.destination_dims
+                place = wanted.get(name)
+                in_order = place is not None and dims == tuple(range(len(dims)))
+                if in_order and part.shape == tuple(place.shape):
+                    given = read_view(part, held)
+                    if given.is_contiguous() and given.dtype == place.dtype:
+                        found[name] = given
     return found
 
 

@@ -72,6 +72,7 @@ def test_modules_used_one_by_one_have_entries_with_their_imports() -> None:
     assert [line for line in lines if line not in page] == [], AGAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dqn", "population"])
 def test_the_metrics_of_a_page_are_those_that_its_calls_log(name: str) -> None:
     small = configured(name)

@@ -155,6 +155,7 @@ def test_what_is_computed_is_counted_apart_from_what_is_distinct(script: Any) ->
         assert case.computed_flops(shape, [found]) == expected
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_open_with_its_last_words(script: Any) -> None:
     commands, case = (importlib.import_module(name) for name in ("gpu_commands", "gpu_case"))
     words = ["-c", "import time; print('half', flush=True); time.sleep(60)"]

@@ -80,6 +80,7 @@ def test_one_result_wherever_it_runs(max_lag: int) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "name"), [(0, "together"), (1, "apart")])
 def test_a_run_that_was_stopped_ends_the_same(max_lag: int, name: str, tmp_path: Path) -> None:
     def engine() -> Engine:

@@ -98,6 +98,7 @@ def placed(run: Configured, apart: str | None) -> Placement:
     return Placement(used, nodes, num_chunks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [self_play, population], ids=["self_play", "population"])
 def test_a_role_may_train_on_a_group_of_its_own(make: Any) -> None:
     run = make()

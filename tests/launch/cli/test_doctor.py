@@ -33,6 +33,7 @@ def report(penstock: Penstock, *words: str) -> dict[str, Any]:
     return json.loads(said.out)
 
 
+@pytest.mark.slow
 def test_what_is_here_is_said(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", "cache")
     monkeypatch.setenv("HF_TOKEN", "a secret")
@@ -50,6 +51,7 @@ def test_what_is_here_is_said(penstock: Penstock, monkeypatch: pytest.MonkeyPatc
     assert found_version[1] == version("torch")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_with_its_use(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_without_a_cluster_it_is_the_plans(penstock: Penstock, write: Write) -> 
     assert said.out.splitlines()[1] == "cluster  two: 2 nodes x 2 h100 = 4 devices"
 
 
+@pytest.mark.slow
 def test_auto_plans_for_the_cluster_that_is_described(penstock: Penstock) -> None:
     words = [word for word in RUN if word != "placement=plan.json"]
     said = penstock(*words, "cluster=h100", "cluster.num_nodes=2")
@@ -222,6 +223,7 @@ def test_an_engine_that_is_not_installed(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed(
     penstock: Penstock, monkeypatch: pytest.MonkeyPatch, name: str

@@ -65,6 +65,7 @@ def test_members_have_groups_of_their_own() -> None:
     assert torch.bincount(by_hand.group).tolist() == [2] * 8
 
 
+@pytest.mark.slow
 def test_a_language_model_can_begin_elsewhere_too() -> None:
     words = ("algorithm=sft", "task.num_train=200", "evaluation.num_prompts=0")
     seeds: list[int] = []
@@ -209,6 +210,7 @@ def test_the_next_run_of_a_process_has_the_processs_own_number_of_threads(
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_when_it_is_built_leaves_nothing(
     penstock: Penstock, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def test_what_cannot_be_exported_is_refused(
     assert run.is_dir()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_if_it_was_asked_for(penstock: Penstock, run: Path) -> None:
     folder = run / "checkpoints" / "step-00000004"
     (folder / "actor" / "state.json").write_text("{}")

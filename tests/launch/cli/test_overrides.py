@@ -60,6 +60,7 @@ PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="\x00", exclude_
 SLASHES = st.text(st.sampled_from("\\\\\\nrt'\"d \n"))
 
 
+@pytest.mark.slow
 @given(text=PLAIN.filter(lambda text: "${" not in text) | SLASHES)
 def test_a_text_of_python_stays_as_it_is(text: str) -> None:
     assert value_of(f"a={literal(text)}") == text

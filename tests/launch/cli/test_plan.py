@@ -112,6 +112,7 @@ def test_lengths_may_be_a_histogram(penstock: Penstock) -> None:
     ), "rows that are cut off early leave the longest ones running alone"
 
 
+@pytest.mark.slow
 def test_sizes_follow_from_the_run_where_nothing_else_is_said(penstock: Penstock) -> None:
     words = ("model=tiny", "workload.prompt=null", "workload.response=null", "cluster=cpu")
     found = asked(penstock, *words, "task.num_train=200")
@@ -171,6 +172,7 @@ def test_pins_are_kept(penstock: Penstock) -> None:
     assert found["nodes"]["critic.train"]["devices"] == [4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_mixed_clusters_name_their_devices(penstock: Penstock) -> None:
     said = penstock("plan", "algorithm=sft", "cluster=mixed", "model=qwen2.5-1.5b")
     assert said.code == 0, said.err

@@ -37,6 +37,7 @@ def test_a_plan_says_what_it_costs(penstock: Penstock) -> None:
     assert (found["num_steps"], found["device_hours"]) == (50, pytest.approx(50 * hours))
 
 
+@pytest.mark.slow
 def test_other_pins_are_compared_with_the_plan(penstock: Penstock) -> None:
     Path("tp.yaml").write_text("layouts: {actor.train: {tp: 2}}\n")
     Path("stages.yaml").write_text("layouts:\n  actor.train: {pp: 4}\n")
@@ -196,6 +197,7 @@ def test_a_time_that_no_size_reaches(penstock: Penstock) -> None:
     assert last.startswith("  none makes a step in 1.00 ms: the fastest, 2 nodes, takes ")
 
 
+@pytest.mark.slow
 def test_sizes_that_are_too_small_say_why(penstock: Penstock) -> None:
     words = ("model=llama-34b", "cluster.num_nodes=2", "cluster.devices_per_node=4")
     said = penstock("plan", *SMALL, *words, "plan.target_s=1000")

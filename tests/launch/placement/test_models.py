@@ -150,6 +150,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyP
     assert len(hub.served) == asked
 
 
+@pytest.mark.slow
 def test_weights_are_fetched_when_all_else_is_right(hub: Hub) -> None:
     refusal("model=org/tiny", "+model.tokenizer.kind=folder", "+model.tokenizer.folder=/nowhere")
     assert "config.json" in hub.served

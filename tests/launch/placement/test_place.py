@@ -137,6 +137,7 @@ def test_ranks_have_the_threads_they_were_measured_with(tmp_path: Path) -> None:
         assert choice.executor.num_threads == threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_prompts", [7, 9, 10])
 def test_every_batch_divides_by_its_ranks(tmp_path: Path, num_prompts: int) -> None:
     config, choice = planned(

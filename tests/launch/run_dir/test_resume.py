@@ -154,6 +154,7 @@ def test_another_layout_of_the_file_is_no_edit(tmp_path: Path) -> None:
     assert again(folder).config == STORED
 
 
+@pytest.mark.slow
 def test_an_edit_may_be_given_on_the_command_line_as_well(tmp_path: Path) -> None:
     """A process that stopped between writing the configuration and noting it left the same."""
     folder = resumed(tmp_path).folder

@@ -42,6 +42,7 @@ def test_held_out_answers_are_scored_with_the_options_of_the_stages_rule(tmp_pat
 STOP = "algorithm.cfg.sampling.stop=['=', '+']"
 
 
+@pytest.mark.slow
 def test_answers_end_as_those_that_are_trained_on_unless_told_otherwise(tmp_path: Path) -> None:
     ids = "algorithm.cfg.sampling.stop_token_ids=[7]"
     composed = compose("run", ["task.num_train=200", "task.num_held_out=8", STOP, ids])
@@ -63,6 +64,7 @@ def test_answers_end_as_those_that_are_trained_on_unless_told_otherwise(tmp_path
         assert specs["reward"].tokenizer.build().end == ResponseEnd((2, 7), ("=", "+"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sft", "ppo"])
 def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algorithm: str) -> None:
     spec = verifier(tmp_path, f"algorithm={algorithm}")

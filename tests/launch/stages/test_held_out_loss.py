@@ -116,6 +116,7 @@ def test_where_there_is_nothing_held_out_to_learn_from_there_is_no_loss(words: l
     assert prepare(resolved(composed)).held_out_rows is None
 
 
+@pytest.mark.slow
 def test_the_lowest_loss_is_the_best_one(tmp_path: Path) -> None:
     kept = Evaluations(tmp_path)
     for step, loss in enumerate([3.0, 2.0, 1.0, 1.5, 1.25]):
@@ -182,6 +183,7 @@ def test_every_engine_and_number_of_ranks_measures_the_same_loss(
     assert found[0] == pytest.approx(found[1], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_its_reference_tells_no_pair_apart() -> None:
     job = made_ready("dpo", *FILE)
     rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job, {}))

@@ -67,6 +67,7 @@ def test_a_limit_that_the_plain_path_cannot_hold() -> None:
     prepare(config_of(*SMOLLM2, "executor.memory_limit=4.5GiB", *keys))
 
 
+@pytest.mark.slow
 def test_adapters_need_less_and_a_reference_no_weights_of_its_own() -> None:
     adapters = (*SMOLLM2, "model.lora.rank=16", "executor.memory_limit=1GiB")
     for algorithm in ("grpo", "reference_grpo"):
@@ -74,6 +75,7 @@ def test_adapters_need_less_and_a_reference_no_weights_of_its_own() -> None:
         assert "predicts a peak of 3.37 GiB\n" in said, algorithm
 
 
+@pytest.mark.slow
 def test_generation_is_bounded_by_rows() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=3.8GiB")
     assert said == PREDICTED.format(limit="3.80 GiB") + (
@@ -100,6 +102,7 @@ def test_nothing_makes_it_fit() -> None:
     )
 
 
+@pytest.mark.slow
 def test_processes_add_up() -> None:
     words = (*SMALL, "executor=ray", "executor.groups={train:2}")
     prepare(config_of(*words, "executor.memory_limit=2GiB"))

@@ -71,6 +71,7 @@ def test_a_worker_gets_the_model_and_the_tokenizer_that_it_asks_for() -> None:
     assert judge.tokenizer is not None
 
 
+@pytest.mark.slow
 def test_it_starts_where_it_is_told_to(tmp_path: Path) -> None:
     start = folder(tmp_path / "trained")
     judge = specs(SURPRISE, f"algorithm.roles.judge.start={start}")["judge"]

@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_ppo_starts_from_both_warm_ups() -> None:
     made = stages("algorithm=ppo")
     assert list(made) == ["sft", "reward_modelling", "ppo"]

@@ -50,6 +50,7 @@ def suites(*words: str, **evaluation: Any) -> tuple[Suite, ...]:
     return suites_of(config, load_data(run.config.task, run.model))
 
 
+@pytest.mark.slow
 def test_a_task_without_suites_is_one_that_has_no_name() -> None:
     (whole,) = suites(*TASK, num_prompts=6)
     assert (whole.name, whole.is_own) == ("", True)

@@ -199,6 +199,7 @@ def test_the_graph_is_a_picture_in_which_nothing_runs(server: PageServer, runs: 
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_come_keeps_no_connection(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_noise_of_a_fifth_leaves_the_calls_predicted_within_a_fifth() -> None:
     assert sum(errors) / len(errors) < 0.2
 
 
+@pytest.mark.slow
 def test_efficiencies_stay_within_their_range_whatever_was_measured() -> None:
     fit = fitted([1e-7] * len(calls()))
     assert all(0 < share <= 1 for share in fit.found.matmul_efficiency.values())

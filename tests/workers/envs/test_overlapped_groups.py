@@ -122,6 +122,7 @@ def test_a_slot_that_fails_ends_the_others() -> None:
     bad.close()
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_the_rollout() -> None:
     env = EnvSpec(id="toys/Sleepy-v0", options={"sleep_s": 0.4}, step_limit_s=0.1)
     one = worker(env, 2)

@@ -119,6 +119,7 @@ def test_it_is_what_runs_ask_for(case: Case):
 # --- drawing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_logprobs_are_hugging_faces_at_the_sampling_temperature(case: Case, temperature: float):
     prompt, prompt_id = make_prompts(8)

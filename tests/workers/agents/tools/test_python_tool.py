@@ -110,6 +110,7 @@ def test_a_piece_without_end_costs_the_state() -> None:
         assert made.run("try: x\nexcept NameError: print('gone')") == ToolText("gone\n")
 
 
+@pytest.mark.slow
 def test_cpu_time_is_limited_over_all_pieces() -> None:
     with closing(Conversation(cpu_limit_s=1)) as made:
         result = made.run("while True: pass")

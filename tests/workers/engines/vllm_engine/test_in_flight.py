@@ -102,6 +102,7 @@ class ComputesAhead:
         ]
 
 
+@pytest.mark.slow
 def test_a_step_that_was_computed_ahead_is_of_the_old_weights() -> None:
     engine = ComputesAhead()
     request = Request([5, 6], 1, 40)

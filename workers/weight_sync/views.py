@@ -65,11 +65,11 @@ def in_place(plan: TransferPlan, device: int, held: Tensors, wanted: Tensors) ->
             for part in _parts(plan, move):
                 name, dims = part.param.destination_tensor, part.param.destination_dims
                 place = wanted.get(name)
-                in_order = place is not None and dims == tuple(range(len(dims)))
-                if in_order and part.shape == tuple(place.shape):
-                    given = read_view(part, held)
-                    if given.is_contiguous() and given.dtype == place.dtype:
-                        found[name] = given
+                if place is None or part.shape != place.shape or [*dims] != sorted(dims):
+                    continue
+                given = read_view(part, held)
+                if given.is_contiguous() and given.dtype == place.dtype:
+                    found[name] = given
     return found
 
 

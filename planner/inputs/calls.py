@@ -161,6 +161,8 @@ class Call:
     leader: str = ""  # the role that this one follows, in whose layout and beside which it is held
     # how far a row grows in one step of a generation; None if to its end
     segment_tokens: int | None = None
+    # whether it holds conversations, whose other side answers in one process
+    converses: bool = False
     # names of the calls whose outputs it needs, directly or through ops, in this step
     after: tuple[str, ...] = ()
 
@@ -248,6 +250,7 @@ def _call(
         segment_tokens=workload.segment_tokens if node.kind is NodeKind.ROLLOUT else None,
         passes=workload.passes_per_train or passes,
         updates=workload.updates_per_train or updates,
+        converses=node.method == "converse",
         after=after,
     )
 

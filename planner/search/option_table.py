@@ -270,6 +270,8 @@ class ModelTable:
         return pinned or not mesh.is_cpu
 
     def _allowed(self, call: Call, layout: Layout) -> bool:
+        if call.converses and layout.tp * layout.pp > 1:
+            return False
         pinned = self.pins.get(call.name, {})
         kept = all(
             getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"

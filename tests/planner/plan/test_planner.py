@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -202,6 +202,14 @@ def test_an_option_can_be_explained(call_group: str, beside: tuple[str, ...]) ->
         for layout in option.layouts.values():
             assert isinstance(layout, Layout)
             assert layout.num_devices == 8
+
+
+def test_a_call_that_converses_has_one_process_for_each_rank() -> None:
+    calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
+    talks = [replace(call, converses=call.kind == "generate") for call in calls]
+    table, mesh = ModelTable(talks, GPU_DEFAULTS), Mesh(h100(1), (8,))
+    for option in table.options("actor", mesh, beside=("actor.generate",)):
+        assert option.layouts["actor.generate"].dp == 8
 
 
 def test_a_model_that_waits_in_host_memory_is_loaded_before_each_call() -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
 from .openmp import spin_briefly
-from .run_dir.stop import Terminated, say, tell, visible
+from .run_dir.stop import Terminated, say, tell, unhidden, visible
 
 
 class Command(NamedTuple):
@@ -146,8 +146,11 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
     # Who ignores SIGCHLD never learns how its children ended: programs that fail would be rewarded.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        with _no_sudden_end():
-            return body()
+        try:
+            with _no_sudden_end():
+                return body()
+        except SystemError as error:
+            raise unhidden(error) from None
     except KeyboardInterrupt as stopped:
         return _say(f"interrupted {stopped}".rstrip(), 130, stopped)
     except Terminated as stopped:

@@ -45,7 +45,7 @@ from ..run_dir.provenance import (
 )
 from ..run_dir.resume import Resumed, resumed_config
 from ..run_dir.run_folder import RunFolder, RunRecord, change_config, create_run, record_of
-from ..run_dir.stop import Terminated, say, tell
+from ..run_dir.stop import Terminated, say, tell, unhidden
 from ..run_dir.trackers import TRACKERS, RunInfo, Tracker, Trackers
 from ..stages.observers import stage_plans
 from ..stages.prepare import model_folders, prepare
@@ -227,7 +227,7 @@ def _ended_early(
     try:
         yield
     except BaseException as error:
-        begun = trackers.num_steps > 0
+        begun, error = trackers.num_steps > 0, unhidden(error)
         if left_debugger(error):
             error = KeyboardInterrupt("in the debugger")
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):

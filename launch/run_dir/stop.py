@@ -32,6 +32,12 @@ class Terminated(BaseException):
     """SIGTERM came; raised so that everything on the stack is closed on the way out."""
 
 
+def unhidden(error: BaseException) -> BaseException:
+    """The end that a signal asked for, where C code that it came in hides it in a `SystemError`."""
+    asked = error.__cause__ if isinstance(error, SystemError) else None
+    return asked if isinstance(asked, KeyboardInterrupt | Terminated) else error
+
+
 class StopRequest:
     """A request to stop the run within `deadline_s`, which the first signal makes."""
 

@@ -116,11 +116,11 @@ class ModelTable:
             slack = int(_SLACK * mesh.memory_bytes)
 
             def found(fitting: bool) -> Iterator[Option]:
-                for held, ways in self._ways(call_group, beside, mesh, lagged=lagged):
-                    room = mesh.memory_bytes - held
-                    if room >= 0 or not fitting:
-                        chosen = _within_bytes(ways, room if fitting else None, slack)
-                        yield from (_option(held, plans) for plans in chosen)
+                most = mesh.memory_bytes if fitting else None
+                for held, ways in self._ways(call_group, beside, mesh, lagged=lagged, most=most):
+                    room = None if most is None else most - held
+                    chosen = _within_bytes(ways, room, slack)
+                    yield from (_option(held, plans) for plans in chosen)
 
             options = dominant(list(found(fitting=True)), slack_bytes=slack)
             # If nothing fits, the smallest: the refusal then says how much is lacking.
@@ -183,6 +183,7 @@ class ModelTable:
         *,
         lagged: bool = False,
         only: Mapping[str, Layout] | None = None,
+        most: int | None = None,
     ) -> Iterator[tuple[int, dict[str, list[_Way]]]]:
         calls = self._calls[call_group]
         others = [call for name in beside for call in self._calls[name]]
@@ -194,6 +195,8 @@ class ModelTable:
                 pinned = any("offload" in self.pins.get(call.name, {}) for call in calls)
                 if resident <= _SLACK * mesh.memory_bytes and not pinned:
                     continue
+            if most is not None and held > most:
+                continue
             sized = {1: layout}
             ways: dict[str, list[_Way]] = {}
             for call in calls:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from penstock.launch.run_dir.stop import say
+from penstock.launch.run_dir.stop import Terminated, say, unhidden
 
 from ..conftest import Penstock
 
@@ -119,3 +119,13 @@ def test_a_message_only_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "penstock: 'a\\x1b[31m\\x9b\\u202eb'\tc\n    penstock: all is well\n\\x00\n"
     )
+
+
+def test_an_end_that_c_code_hides_is_found() -> None:
+    hidden = SystemError("<built-in method> returned a result with an exception set")
+    assert unhidden(hidden) is hidden
+    hidden.__cause__ = Terminated()
+    assert unhidden(hidden) is hidden.__cause__
+    other = ValueError()
+    other.__cause__ = KeyboardInterrupt()
+    assert unhidden(other) is other

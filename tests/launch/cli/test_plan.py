@@ -271,8 +271,8 @@ REFUSED: dict[tuple[str, ...], str] = {
     ),
     ("plan.pins.together=[[actor, critik]]",): (
         "'plan.pins.together' names a call group 'critik', which the step does not have; did "
-        "you mean 'critic'?\n    its call groups are: actor.generate, reward, critic, ref, "
-        "actor"
+        "you mean 'critic'?\n    its call groups are: actor.generate, reward, critic.value, "
+        "ref, actor, critic"
     ),
     ("plan.pins.devices.reward='0-3, x'",): (
         "'plan.pins.devices.reward': expected ids such as \"0-7, 12\", got '0-3, x'"
@@ -280,13 +280,16 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("plan.pins.devices.reward=0-9",): (
         "'plan.pins.devices.reward': there is no device 8\n    cluster 'h100' has devices 0 to 7"
     ),
-    ("plan.pins.num_devices={actor: 2, actor.generate: 2, critic: 1, ref: 1, reward: 1}",): (
+    (
+        "plan.pins.num_devices={actor: 2, actor.generate: 1, critic: 1, critic.value: 1, ref: 1, "
+        "reward: 1}",
+    ): (
         "'plan.pins' gives every call group its devices, 7 in all, but cluster 'h100' has 8: "
         "1 would be unused\n    pin more devices, leave a call group free, or plan for a "
         "smaller cluster"
     ),
     (
-        "plan.pins.together=[[actor, actor.generate, critic, ref, reward]]",
+        "plan.pins.together=[[actor, actor.generate, critic, critic.value, ref, reward]]",
         "plan.pins.devices.actor=0-5",
     ): (
         "'plan.pins' gives every call group its devices, 6 in all, but cluster 'h100' has 8: 2 "

@@ -245,7 +245,8 @@ def test_the_result_does_not_depend_on_the_clock_if_it_finishes() -> None:
 def test_the_best_of_several_schedules_wins_and_the_others_are_told() -> None:
     both = search(PPO, TABLE, NODES, max_lag=(0, 1))
     alone = [search(PPO, TABLE, NODES, max_lag=lag) for lag in (0, 1)]
-    assert both.best == min((result.best for result in alone), key=lambda best: best.step_time_s)
+    # Of equal plans it may be another: it begins with what was good for the schedule before.
+    assert both.step_time_s == min(result.step_time_s for result in alone)
     assert both.best.max_lag == 1
     (other,) = both.other_lags
     assert other.best == alone[0].best

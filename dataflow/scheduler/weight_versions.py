@@ -145,7 +145,7 @@ class Weights:
             for rule in rules:
                 self._register(rule, first_step)
         for instance in self.instances.values():
-            # What a view's readers are to read must be at home until they have read it.
+            # A version stays at home until the readers of its views have read it.
             if instance.group in flow.views:
                 self.home(instance.role).rules += instance.rules
         for instance in self.instances.values():

@@ -474,7 +474,7 @@ class _Writer:
     def _names(self, assignment: Assignment) -> list[str]:
         if len(assignment.groups) == 1:
             return ["all"]
-        # What only reads weights that are trained beside it goes without saying.
+        # A group's name leaves out evaluations of a model that is trained in the group.
         sources = sources_of(self.nodes)
         held = [
             [u for u in group.call_groups

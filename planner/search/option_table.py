@@ -100,7 +100,7 @@ class ModelTable:
         }
         self._known: dict[tuple[Any, ...], tuple[Option, ...]] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
-        # Of the mesh that was asked for last.
+        # The last mesh that was asked for, and what was computed for it
         self._mesh: Mesh | None = None
         self._here: dict[tuple[Any, ...], Any] = {}
 
@@ -208,7 +208,7 @@ class ModelTable:
             yield held, ways
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], _T], only: object) -> _T:
-        # What is asked for with layouts that are given is asked for once.
+        # `explain` gives the layouts, and asks for each once: keeping them would save nothing.
         if only is not None:
             return make()
         if key not in self._here:

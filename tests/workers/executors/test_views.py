@@ -31,17 +31,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 VOCAB = 20
 
 
-def model() -> ModelSpec:
+def model(dtype: str = "float32") -> ModelSpec:
     """One whose words and heads two and four processes can divide."""
     fields = {**runs.model().architecture, "vocab_size": VOCAB, "num_key_value_heads": 4}
-    return ModelSpec(architecture=fields)
+    return ModelSpec(architecture=fields, dtype=dtype)
 
 
-def run_of(engine: str) -> runs.Run:
+def run_of(engine: str, dtype: str = "float32") -> runs.Run:
     run = runs.make("grpo")
     actor: Any = run.workers["actor"]
     tokenizer = runs.TOKENIZER.build()
-    own: dict[str, Any] = {"model": model(), "end_ids": actor.end_ids}
+    own: dict[str, Any] = {"model": model(dtype), "end_ids": actor.end_ids}
     own["num_words"] = tokenizer.vocab_size
     train: Any
     if engine == "torch":
@@ -151,8 +151,17 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 @ON_RAY_AT_NIGHT
 def test_it_computes_what_groups_that_take_turns_compute(backend: Backend, pair: str) -> None:
+    assert_equal(backend, pair, "float32")
+
+
+@pytest.mark.parametrize("pair", ["fsdp2 -> dp2", "tp2 -> tp2"])
+def test_so_it_does_in_16_bits(spawned: Backend, pair: str) -> None:
+    assert_equal(spawned, pair, "bfloat16")
+
+
+def assert_equal(backend: Backend, pair: str, dtype: str) -> None:
     engine, (ranks, tensor, stages), (replicas, own), order = PAIRS[pair]
-    run = run_of(engine)
+    run = run_of(engine, dtype)
     devices = tuple(range(len(order)))
     train = DeviceGroup(
         "main", ranks, tensor_parallel=tensor, pipeline_parallel=stages, devices=devices

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
@@ -31,13 +31,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 VOCAB = 20
 
 
-def model(dtype: str = "float32") -> ModelSpec:
+def model(dtype: Literal["float32", "bfloat16"] = "float32") -> ModelSpec:
     """One whose words and heads two and four processes can divide."""
     fields = {**runs.model().architecture, "vocab_size": VOCAB, "num_key_value_heads": 4}
     return ModelSpec(architecture=fields, dtype=dtype)
 
 
-def run_of(engine: str, dtype: str = "float32") -> runs.Run:
+def run_of(engine: str, dtype: Literal["float32", "bfloat16"] = "float32") -> runs.Run:
     run = runs.make("grpo")
     actor: Any = run.workers["actor"]
     tokenizer = runs.TOKENIZER.build()
@@ -159,7 +159,9 @@ def test_so_it_does_in_16_bits(spawned: Backend, pair: str) -> None:
     assert_equal(spawned, pair, "bfloat16")
 
 
-def assert_equal(backend: Backend, pair: str, dtype: str) -> None:
+def assert_equal(
+    backend: Backend, pair: str, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> None:
     engine, (ranks, tensor, stages), (replicas, own), order = PAIRS[pair]
     run = run_of(engine, dtype)
     devices = tuple(range(len(order)))

@@ -8,7 +8,8 @@
 #   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo, trackers (Linux)
 #   make docs          set up, and build the documentation site into site/; it has no warning, or fails
 #   make docs-serve    the same, shown on this machine at http://127.0.0.1:8000 and kept up to date
-#   make quick         lint, types, import rules and the tests that are not slow: minutes
+#   make quick         lint, import rules, the types of the package and of the examples (those of
+#                      tests and benchmarks are left to `make test`), and the tests that are not slow
 #   make test          lint, types, import rules and the tests (what CI does)
 #   make test-all      the same with the tests marked `nightly`, which take longest
 #   make lint          engines, then the linters alone
@@ -25,7 +26,8 @@ UV_VERSION := 0.13.8
 
 BIN := .venv/bin
 INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" $(BIN)/uv pip
-SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers configs launch \
+PACKAGE := dataflow algorithms planner workers configs launch
+SOURCES := $(sort __init__.py $(shell find $(PACKAGE) \
 	-name '__pycache__' -prune -o -type f -print 2>/dev/null))
 
 # Nearly every test and every process of a run begins with importing torch and transformers, which
@@ -96,6 +98,8 @@ run: setup
 smollm2: models
 	$(BIN)/penstock run experiment=smollm2 $(OPTIONS)
 
+# `make test` has the types of tests and benchmarks.
+quick: TYPED := $(PACKAGE) examples
 quick: MARKED := -m "not slow and not nightly"
 test: MARKED := -m "not nightly"
 # Of the scheduler, 45,890 random histories instead of 2,120.
@@ -104,7 +108,7 @@ test-all: export PENSTOCK_HISTORIES := 13
 # Types are checked beside the tests, which leave cores idle while they wait for something. Either
 # may fail and the other still ends; then both have said why.
 quick test test-all: style
-	@$(MAKE) --no-print-directory -j 2 pytest types MARKED='$(MARKED)' THREADS=1
+	@$(MAKE) --no-print-directory -j 2 pytest types MARKED='$(MARKED)' TYPED='$(TYPED)' THREADS=1
 
 pytest:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(MARKED)
@@ -117,7 +121,7 @@ style: engines .venv/.docs
 
 # Each thread reads all libraries, so that two take less time and more of both cores.
 types: engines .venv/.docs
-	$(BIN)/pyright --threads $(THREADS)
+	$(BIN)/pyright --threads $(THREADS) $(TYPED)
 	$(BIN)/lint-imports
 
 format: setup

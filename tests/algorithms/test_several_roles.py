@@ -65,6 +65,7 @@ def test_self_play_of_cards_and_of_games_cut_off(game: str, max_turns: int) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="EnvPool is installed on Linux")
+@pytest.mark.slow
 def test_equal_rules_train_equal_players() -> None:
     """Whose connect four it is makes no difference to a single bit of what is learnt."""
     boards = [

@@ -57,6 +57,7 @@ def test_json_holds_what_programs_need(penstock: Penstock) -> None:
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_text_and_files_show_the_same_plan(penstock: Penstock) -> None:
     words = ("json=plan.json", "html=plan.html", "trace=trace.json", "output=out.json")
     said = penstock("plan", *SMALL, *words)

@@ -220,6 +220,7 @@ def test_what_better_hardware_gives(penstock: Penstock) -> None:
     assert found["answer"].startswith("most is gained by 2 x ")
 
 
+@pytest.mark.slow
 def test_all_questions_are_answered_at_once(penstock: Penstock) -> None:
     Path("tp.yaml").write_text("layouts: {actor.train: {tp: 2}}\n")
     words = ("plan.compare=[tp.yaml]", "plan.target_s=1000", "plan.sensitivity=true")

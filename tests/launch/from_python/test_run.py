@@ -266,6 +266,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 SMALL = ("algorithm=grpo", "cluster=h100")
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_command(here: Path, penstock: Penstock) -> None:
     planned = package.plan(*SMALL, cluster={"num_nodes": 2}, plan={"sensitivity": True})
     words = ("cluster.num_nodes=2", "plan.sensitivity=true", "output=typed.json")

@@ -91,6 +91,7 @@ def test_the_loss_is_that_of_all_held_out_rows_whatever_fits_at_once(kind: str) 
 ANSWERED = ["task=chain_sum", "task.num_train=200", "task.num_held_out=8"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_measured_beside_accuracy(tmp_path: Path) -> None:
     job = made_ready("sft", *ANSWERED, "algorithm.per_step.demos=16")
     assert [suite.name for suite in job.suites] == [WHOLE]

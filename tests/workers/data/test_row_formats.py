@@ -197,6 +197,7 @@ def test_every_format_means_what_the_row_meant(tmp_path: Path, shape: str) -> No
         assert sorted(given) == sorted(whole for _, wholes in wanted for whole in wholes)
 
 
+@pytest.mark.slow
 def test_a_null_that_was_written_stays_in_lists_and_in_json(tmp_path: Path) -> None:
     default = _tool("g", y={"default": None, "enum": ["a", None]})
     rows = [{"prompt": [_user("a")], "tools": [default]}, {"prompt": [_user("b")], "tools": [X]}]
@@ -241,7 +242,9 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS if n != "jsonl")]
+)
 def test_answers_of_rewards_that_read_json_may_be_objects(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": "a", "answer": [CODE[0]]}, {"prompt": "b", "answer": [CODE[1]]}]
     task = FORMATS[name](tmp_path, rows, reward="code_tests")
@@ -280,6 +283,7 @@ def test_that_rewards_read_the_last_turn_alone_is_noted(tmp_path: Path) -> None:
     assert not task.report.notes
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_within_its_time_is_read_again(tmp_path: Path) -> None:
     import os
 

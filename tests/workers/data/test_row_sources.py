@@ -347,6 +347,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_with_its_splits(tmp_path: Path) -> None:
     write(tmp_path / "sums", "train.jsonl", ROWS[:6])
     write(tmp_path / "sums", "test.jsonl", ROWS[6:])

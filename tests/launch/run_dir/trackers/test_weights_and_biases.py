@@ -127,6 +127,7 @@ def test_a_resumed_run_goes_on_under_the_same_name(tmp_path: Path) -> None:
     assert all(path.name.endswith("-seed0.wandb") for path in written(tmp_path))
 
 
+@pytest.mark.slow
 def test_samples_are_a_table_of_text(tmp_path: Path) -> None:
     tracker = WandbTracker()
     tracker.start(info(tmp_path))

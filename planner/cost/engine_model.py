@@ -89,10 +89,19 @@ class EngineModel:
     # whether what it generates apart or evaluates in another layout may live in the processes that
     # train (`DeviceGroup.within`): they are sent what each device lacks. Else all of it is sent
     views: bool = False
+    # whether processes that share a model hold conversations together; else a rank that does so is
+    # one process
+    divides_conversations: bool = False
+
+    def refuses(self, call: Call, layout: Layout) -> str | None:
+        """Why it cannot run a call in a layout, as a clause; None if it can."""
+        if call.converses and layout.tp * layout.pp > 1 and not self.divides_conversations:
+            return f"engine '{self.name}' holds conversations in one process of each rank"
+        return self.why_not(layout, call.kind, call.model)
 
 
 # an engine that runs every legal layout
-ANY = EngineModel(name="any", views=True)
+ANY = EngineModel(name="any", views=True, divides_conversations=True)
 
 
 @dataclass(frozen=True)

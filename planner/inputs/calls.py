@@ -161,7 +161,7 @@ class Call:
     leader: str = ""  # the role that this one follows, in whose layout and beside which it is held
     # how far a row grows in one step of a generation; None if to its end
     segment_tokens: int | None = None
-    # whether it holds conversations, whose other side answers in one process
+    # whether it holds conversations, whose other side answers in one process of each rank
     converses: bool = False
     # names of the calls whose outputs it needs, directly or through ops, in this step
     after: tuple[str, ...] = ()

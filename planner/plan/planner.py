@@ -350,7 +350,7 @@ def plan_step(
         pins=pins.layouts,
     )
     for call in calls:
-        problem = table.engine_of(call).why_not(Layout(), call.kind, call.model)
+        problem = table.engine_of(call).refuses(call, Layout())
         if problem is not None:
             raise PlanError(
                 f"'{call.name}' of model '{call.model.name}' cannot be planned: {problem}\n"
@@ -382,7 +382,7 @@ def _check_pins(
         check_layout(
             layout, call.model, node_size=node_size, tp_across_nodes=tp_across_nodes, where=where
         )
-        problem = table.engine_of(call).why_not(layout, call.kind, call.model)
+        problem = table.engine_of(call).refuses(call, layout)
         if problem is not None:
             raise PlanError(f"pin layouts.{name} is {layout}, but {problem}")
 

@@ -273,13 +273,11 @@ class ModelTable:
         return pinned or not mesh.is_cpu
 
     def _allowed(self, call: Call, layout: Layout) -> bool:
-        if call.converses and layout.tp * layout.pp > 1:
-            return False
         pinned = self.pins.get(call.name, {})
         kept = all(
             getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"
         )
-        return kept and self.engine_of(call).why_not(layout, call.kind, call.model) is None
+        return kept and self.engine_of(call).refuses(call, layout) is None
 
     def _holds(self, calls: Sequence[Call], layout: Layout) -> Mapping[str, Parts]:
         # A frozen role that one engine evaluates and another samples from is there twice.

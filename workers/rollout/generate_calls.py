@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -62,10 +63,11 @@ class Generates:
     ) -> Conversations:
         engine, at = self.generating(), f"'{self.context.role}.converse'"
         check_turns(at, sampling, max_turns, branch=branch)
-        if self.context.tensor_parallel > 1:
+        if self.context.tensor_parallel > 1 and not engine.shares_turns:
             raise ConfigError(
-                f"{at}: {self.context.tensor_parallel} processes share the model, and the other "
-                "side of a conversation answers in one\n    set tensor_parallel=1 for its group"
+                f"{at}: {self.context.tensor_parallel} processes share the model, and "
+                f"{engine.name} holds conversations in one\n    set tensor_parallel=1 for its "
+                "group, or rollout=torch"
             )
         check_prompts(prompt, sampling, engine)
         engine.check(sampling)
@@ -77,9 +79,9 @@ class Generates:
                 "rollout=vllm"
             )
         with closing(found) as turns:
-            roll = agent.hold(
-                turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
-            )
+            given = turns, prompt.cpu(), prompt_id.cpu(), sampling
+            hold = partial(agent.hold, *given, max_turns=max_turns, branch=branch)
+            roll = engine.held(turns, hold)
             shown = turns.num_reused + turns.num_read
             if shown:
                 reused = Metric.mean(float(turns.num_reused), float(shown))

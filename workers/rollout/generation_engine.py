@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import call_lag, call_version, current_step
 from .sampling import SampleStreams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ class GenerationEngine(ABC):
             What there is of a response stays, with its keys and values; what is sampled from there
             on is sampled from the new weights, and of `call_version`.
         drops_weights: It can sleep without its weights: `sleep_empty`.
+        shares_turns: Its `held` knows what to do where several processes share a model.
     """
 
     name: str
@@ -227,6 +231,7 @@ class GenerationEngine(ABC):
     num_positions: int | None
     takes_weights: bool = False
     drops_weights: bool = False
+    shares_turns: bool = False
 
     def check(self, sampling: Sampling) -> None:
         """Refuse what this engine would do otherwise than asked.
@@ -272,6 +277,14 @@ class GenerationEngine(ABC):
             ConfigError: If it cannot for this model.
         """
         return None
+
+    def held(self, turns: Turns, hold: Callable[[], T]) -> T:
+        """Have conversations held, and return what comes of them.
+
+        Where several processes share the model, the first calls `hold`. The others sample with it
+        what it asks of its `turns`, and return the same.
+        """
+        return hold()
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:

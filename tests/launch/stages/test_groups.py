@@ -11,6 +11,10 @@ from penstock.launch.stages.prepare import prepare
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
 FSDP = "engine=fsdp rollout=torch executor.groups.train=1 executor.groups.rollout=1 "
 OWN = "executor.nodes.actor.generate=rollout "
+TALK = (
+    "algorithm=agent_grpo task=calculator executor.groups.train=1 executor.groups.rollout=1 "
+    "executor.nodes.actor.converse=rollout executor.tensor_parallel.rollout=2 "
+)
 
 REFUSED = {
     "algorithm=ppo engine=megatron rollout=torch executor.groups.all=1 "
@@ -35,6 +39,9 @@ REFUSED = {
         "has expert_parallel=2, which does not divide"
     ),
     FSDP.replace("fsdp", "megatron") + OWN + "executor.pipeline_parallel.train=7": "layers",
+    TALK + "rollout=vllm": (
+        "hold conversations on 2 processes that share its model, which vLLM does in one"
+    ),
 }
 
 
@@ -49,6 +56,8 @@ def run_of(words: str) -> Run:
 def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
     if "megatron" in words:
         pytest.importorskip("megatron", reason="megatron-core is not installed")
+    if "vllm" in words:
+        pytest.importorskip("vllm", reason="vLLM is not installed")
     run = run_of(words)
     with pytest.raises((ConfigError, PlanError)) as raised:
         prepare(run, dry=True)
@@ -60,6 +69,7 @@ def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
     [
         FSDP + OWN + "algorithm=ppo executor.tensor_parallel.train=2 engine.options.shards=1",
         FSDP + OWN + "executor.tensor_parallel.rollout=2",
+        TALK + "rollout=torch",
         "algorithm=ppo engine=megatron rollout=torch executor.groups.all=1 "
         "executor.tensor_parallel.all=2",
     ],

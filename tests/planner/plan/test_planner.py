@@ -37,7 +37,10 @@ from penstock.planner.plan.simulate import simulate, simulate_plan
 from penstock.planner.search.option_table import ModelTable
 from penstock.planner.search.options import Assignment, GroupAssignment, Option
 from penstock.planner.search.pins import Pins
+from penstock.workers.engines.engine import EngineKind
+from penstock.workers.engines.fsdp_engine.declaration import FSDP
 from penstock.workers.engines.torch_engine.declaration import TORCH
+from penstock.workers.engines.vllm_engine.declaration import VLLM
 
 from ..hand_made import CALLS, SPLIT, h100, ppo
 from ..search.tables import cluster_of, device
@@ -204,12 +207,16 @@ def test_an_option_can_be_explained(call_group: str, beside: tuple[str, ...]) ->
             assert layout.num_devices == 8
 
 
-def test_a_call_that_converses_has_one_process_for_each_rank() -> None:
+@pytest.mark.parametrize(("rollout", "divides"), [(TORCH, True), (VLLM, False)])
+def test_a_call_that_converses_is_divided_where_its_engine_can(
+    rollout: EngineKind, divides: bool
+) -> None:
     calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
     talks = [replace(call, converses=call.kind == "generate") for call in calls]
-    table, mesh = ModelTable(talks, GPU_DEFAULTS), Mesh(h100(1), (8,))
-    for option in table.options("actor", mesh, beside=("actor.generate",)):
-        assert option.layouts["actor.generate"].dp == 8
+    engines = RoleEngines(FSDP.planned, rollout.planned)
+    table, mesh = ModelTable(talks, GPU_DEFAULTS, engines=engines), Mesh(h100(1), (8,))
+    found = table.options("actor", mesh, beside=("actor.generate",))
+    assert any(option.layouts["actor.generate"].tp > 1 for option in found) == divides
 
 
 def test_a_model_that_waits_in_host_memory_is_loaded_before_each_call() -> None:

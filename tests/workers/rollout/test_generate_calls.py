@@ -131,6 +131,17 @@ def test_only_generate_streams():
     )
 
 
+def test_an_engine_that_shares_no_turns_converses_in_one_process():
+    policy = GeneratorPolicy(WorkerContext("actor", tensor_parallel=2), DiceEngine())
+    agent: Any = None
+    with pytest.raises(ConfigError) as error:
+        policy.converse(*make_prompts(1), agent, Sampling(max_total_tokens=20))
+    assert str(error.value) == (
+        "'actor.converse': 2 processes share the model, and the dice engine holds conversations in "
+        "one\n    set tensor_parallel=1 for its group, or rollout=torch"
+    )
+
+
 def test_calls_that_are_sampled_differently_are_refused():
     first, second = chunks(1, 1)
     second["sampling"] = replace(SAMPLING, temperature=0.5)

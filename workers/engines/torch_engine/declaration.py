@@ -513,6 +513,7 @@ TORCH = EngineKind(
         head_products=4,
         generates_in_place=True,
         views=True,
+        divides_conversations=True,
     ),
     roles={
         "policy": "penstock.workers.engines.torch_engine.specs:TorchPolicySpec",

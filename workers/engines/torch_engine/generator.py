@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ....algorithms.roles.language import Turn, TurnRequest
+from ....algorithms.roles.language import Turn, TurnRequest, Turns
 from ....algorithms.roles.language_tables import Sampling
-from ....dataflow.errors import ConfigError
+from ....dataflow.errors import ConfigError, PenstockError, WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
@@ -42,6 +43,8 @@ from .network import LeanNetwork, TorchNetwork
 from .packing import ALIGN
 
 _ROWS_ALIKE = "penstock_rows_alike"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,18 +155,26 @@ def _attend(
 
 
 class TorchTurns:
-    """`Turns` of a network of ours."""
+    """`Turns` of a network of ours.
+
+    Processes that divide the network have the same rows, and sample the same tokens: before each
+    step the first of them tells the others what it was asked since the one before.
+    """
 
     def __init__(
         self, network: LeanNetwork, sampler: TurnSampler, num_rows: int, max_rows: int
     ) -> None:
         self._sampler = sampler
+        self._network = network
         self._batch = Batch(network, sampler, min(num_rows, max_rows))
         self._most = min(num_rows, max_rows)
         self._num_to_come = num_rows
         self._waiting: deque[TurnRequest] = deque()
         self._slots: dict[int, int] = {}
         self._held: dict[int, list[int]] = {}
+        # Turns asked for and rows released since the last step, in their order.
+        self._events: list[TurnRequest | int] = []
+        self._in_step = False
         # Tokens of texts that were computed, and that were not because the row held them.
         self.num_read = self.num_reused = 0
 
@@ -175,10 +186,44 @@ class TorchTurns:
         return self._batch.num_live + len(self._waiting) - new + fitting
 
     def ask(self, request: TurnRequest) -> None:
+        self._events.append(request)
         self._waiting.append(request)
 
-    @torch.no_grad()
     def step(self) -> list[Turn]:
+        self._in_step = True
+        self._network.from_first(self._events)
+        self._events = []
+        turns = self._step()
+        self._in_step = False
+        return turns
+
+    def held(self, hold: Callable[[], T]) -> T:
+        """See `GenerationEngine.held`."""
+        network = self._network
+        if network.is_first:
+            try:
+                answer = hold()
+            except BaseException as error:
+                # In the middle of a step the others wait for something else, or fail as well.
+                if not self._in_step:
+                    ours = isinstance(error, PenstockError)
+                    network.from_first(str(error) if ours else traceback.format_exc())
+                raise
+            return network.from_first(answer)
+        nothing: Any = None
+        while isinstance(told := network.from_first(nothing), list):
+            for event in told:
+                if isinstance(event, int):
+                    self._let_go(event)
+                else:
+                    self._waiting.append(event)
+            self._step()
+        if isinstance(told, str):
+            raise WorkerError(told)
+        return told
+
+    @torch.no_grad()
+    def _step(self) -> list[Turn]:
         self._enter()
         batch = self._batch
         sampled, live = self._sampler.sample(batch.logits, batch.row, batch.live)
@@ -196,6 +241,10 @@ class TorchTurns:
         return turns
 
     def release(self, row: int) -> None:
+        self._events.append(row)
+        self._let_go(row)
+
+    def _let_go(self, row: int) -> None:
         self._held.pop(row, None)
         slot = self._slots.pop(row, None)
         if slot is not None:
@@ -214,7 +263,7 @@ class TorchTurns:
             self._sampler.begin(request)
             self._num_to_come -= held is None
             if held is None or not self._goes_on(request, held):
-                self.release(request.row)
+                self._let_go(request.row)
                 new.append(request)
         if not new:
             return
@@ -251,6 +300,7 @@ class TorchGenerator(GenerationEngine):
     """Samples from a network's own weights."""
 
     name = "the torch engine's generator"
+    shares_turns = True
 
     def __init__(
         self,
@@ -328,6 +378,11 @@ class TorchGenerator(GenerationEngine):
             device=self.network.device,
         )
         return TorchTurns(self.network, sampler, num_rows, self._max_rows)
+
+    @override
+    def held(self, turns: Turns, hold: Callable[[], T]) -> T:
+        assert isinstance(turns, TorchTurns)
+        return turns.held(hold)
 
     @override
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:

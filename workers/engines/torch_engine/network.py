@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
 
 _MEMORY: Any = _memory
+
+T = TypeVar("T")
 
 
 class FrozenWeights:
@@ -163,6 +165,9 @@ class TorchNetwork(WholeNetwork):
 class LeanNetwork(TorchNetwork):
     """Packed forward pass of a supported backbone under a linear head."""
 
+    is_first = True
+    """Whether this is the first of the processes that divide the model."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -185,6 +190,10 @@ class LeanNetwork(TorchNetwork):
     def agreed(self, number: int) -> int:
         """The least of the numbers that the processes which divide the model come to."""
         return number
+
+    def from_first(self, given: T) -> T:
+        """Return what the first of the processes that divide the model gives."""
+        return given
 
     def head(self, states: Tensor) -> Tensor:
         """The head's linear map, [U, D] -> [U, width]."""

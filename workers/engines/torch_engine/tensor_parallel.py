@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from ..divided_network import (
 )
 from .backbone import is_lean
 from .network import LeanNetwork
+
+T = TypeVar("T")
 
 _LOGITS_AT_ONCE = 1 << 26
 """Logits of this process that exist at once where whole rows of them are looked at."""
@@ -79,6 +81,7 @@ class TensorParallelNetwork(LeanNetwork):
         super().__init__(module, head, context)
         self.vocabulary_group = group
         self.backbone.group = group
+        self.is_first = context.tensor_rank == 0
         tensor, first = context.tensor_parallel, context.rank * context.tensor_parallel
         shapes = {
             param.name: tuple(
@@ -101,6 +104,14 @@ class TensorParallelNetwork(LeanNetwork):
         least = torch.tensor(number, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN, self.vocabulary_group)
         return int(least)
+
+    @override
+    def from_first(self, given: T) -> T:
+        found = [given]
+        dist.broadcast_object_list(
+            found, group=self.vocabulary_group, group_src=0, device=self.device
+        )
+        return found[0]
 
     @override
     def load(self, tensors: Mapping[str, Tensor]) -> None:

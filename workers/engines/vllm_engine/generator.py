@@ -232,6 +232,12 @@ class VllmPolicySpec:
                 "stages, and this engine divides a model by tensor parallelism only\n    set "
                 "executor.pipeline_parallel to 1"
             )
+        if context.tensor_parallel > 1 and "converse" in context.methods:
+            raise ConfigError(
+                f"'{context.role}' is to hold conversations on {context.tensor_parallel} processes "
+                "that share its model, which vLLM does in one\n    set executor.tensor_parallel of "
+                "its group to 1, or rollout=torch"
+            )
         if self.quantization is not None and torch.device(context.device).type == "cpu":
             raise ConfigError(
                 f"'{context.role}' is to generate with quantization={self.quantization}, which "

@@ -563,6 +563,9 @@ class Supervisor(Executor):
             for group in some:
                 self._wait_asleep(group.group.name)
             start_groups(some, here)
+            for group in some:
+                if group.around is not None:  # what it reads is a view, made when it wakes
+                    self._hand_off(group.around.group.name)
         return self._connections.open(self._groups, names, self._start_s) & self._books.busy
 
     def outlives(self, group: str) -> bool:

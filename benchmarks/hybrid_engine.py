@@ -10,7 +10,10 @@ interleaved.
   delivers, by wrapping the process group's own methods, less the rank's own part; and what the
   kernel says that it has copied out of their memory. They are compared with what the transfer plan
   says each process lacks.
-- The time is that of bringing new weights from group to group, of every step but the first.
+- The time is that of bringing new weights from group to group, of every step but the first. A view
+  gives its memory back while the group around it trains. A virtual machine may hand such memory on
+  to its host, and then takes up to 4 ms for each 2 MiB that is touched again, ten times what the
+  weights themselves take; so the time is also measured with the view's memory kept.
 - Memory is the greatest resident size of each process from the hand-over until training has its
   turn again, above its size before its model was built, against training's own bytes and those of
   the view that are not training's own.
@@ -44,7 +47,7 @@ from penstock.workers.data.sources import PromptSource
 from penstock.workers.engines.divided_network import divided_sharding
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
-from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
+from penstock.workers.engines.torch_engine.specs import TorchGeneratorPolicy, TorchGeneratorSpec
 from penstock.workers.executors.on_ray.executor import RayExecutor
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -65,6 +68,8 @@ TASK = ReasoningTaskSpec(
 TOKENIZER = TokenizerSpec(alphabet="0123456789+-= ")
 SIZES = {"25M": (512, 8), "100M": (896, 10), "300M": (1280, 15)}
 """Hidden size and layers of models of about so many parameters, without the vocabulary."""
+SIDES = ["within", "kept", "turns"]
+"""A view, one that keeps its memory, and groups that take turns."""
 LAYOUTS = TypeAdapter(Sharding)
 
 
@@ -164,11 +169,17 @@ def _status(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
+def _keep(policy: Any) -> bool:
+    """Have a view sleep without giving its memory back."""
+    return bool(policy.context.places)
+
+
 @dataclass(frozen=True)
 class CountedSpec:
     """A recipe whose worker can say what its process has received."""
 
     spec: Any
+    keeps: bool  # the memory of views in its process
 
     def build(self, context: WorkerContext) -> Any:
         small = {**self.spec.model.architecture, "hidden_size": 64, "num_hidden_layers": 4}
@@ -180,11 +191,14 @@ class CountedSpec:
         _SEEN.base_bytes = _status("VmRSS")
         worker: Any = self.spec.build(context)
         _watch(worker)
+        if self.keeps:
+            policy: Any = TorchGeneratorPolicy
+            policy.sleep_empty = _keep
         worker.write_counts = MethodType(_write, worker)
         return worker
 
 
-def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str, Any]]:
+def run_of(pair: Pair, size: str, side: str) -> tuple[Engine, Mapping[str, Any]]:
     hidden, layers = SIZES[size]
     tokenizer = TOKENIZER.build()
     model = ModelSpec(
@@ -209,14 +223,16 @@ def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str,
     train: Any = MegatronPolicySpec(**options)
     if pair.engine == "fsdp":
         train = FsdpPolicySpec(shards=pair.shards, **options)
-    split = SplitPolicySpec(train=CountedSpec(train), rollout=TorchGeneratorSpec(**own))
+    split = SplitPolicySpec(
+        train=CountedSpec(train, side == "kept"), rollout=TorchGeneratorSpec(**own)
+    )
     graph = build(grpo_step, cfg=GRPO(sampling=Sampling(num_samples=2, max_new_tokens=2)))
     devices = tuple(range(len(pair.order)))
     train_ranks, train_tensor, stages = pair.train
     main = DeviceGroup("main", train_ranks, "cpu", train_tensor, stages, devices)
     ranks, tensor = pair.view
     rollout = DeviceGroup("rollout", ranks, tensor_parallel=tensor, devices=pair.order)
-    rollout = replace(rollout, within="main") if within else rollout
+    rollout = replace(rollout, within="main") if side != "turns" else rollout
     nodes = {
         node.name: "rollout" if node.name == "actor.generate" else "main"
         for node in graph.nodes
@@ -234,9 +250,9 @@ def run_of(pair: Pair, size: str, *, within: bool) -> tuple[Engine, Mapping[str,
     return engine, {"prompts": prompts}
 
 
-def measured(pair: Pair, size: str, steps: int, *, within: bool) -> dict[str, Any]:
+def measured(pair: Pair, size: str, steps: int, side: str) -> dict[str, Any]:
     """Bytes that each process received in a step, seconds of each hand-over, and the hash."""
-    engine, sources = run_of(pair, size, within=within)
+    engine, sources = run_of(pair, size, side)
     seconds: list[float] = []
     with engine, tempfile.TemporaryDirectory() as folder:
         for step in engine.run(sources, steps):
@@ -255,22 +271,21 @@ def main() -> None:
     options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=6, help="of a run; the first is not timed")
-    options.add_argument("--within-only", action="store_true", help="measure no groups in turns")
+    options.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     given = options.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     pairs: list[dict[str, Any]] = []
     for size in given.sizes:
         for name in given.pairs:
-            sides = (True,) if given.within_only else (True, False)
             runs = [
-                (within, measured(PAIRS[name], size, given.steps, within=within))
+                (side, measured(PAIRS[name], size, given.steps, side))
                 for _ in range(given.rounds)
-                for within in sides
+                for side in given.sides
             ]
             pairs.append(compared(name, size, runs))
             print(json.dumps(pairs[-1]), flush=True)
             report({"pairs": pairs}, given.json)  # the rest may take an hour
-    head = ["pair", "size", "of view MB", "received MB", "planned MB", "equal", "s", "s in turns"]
+    head = ["pair", "size", "of view MB", "received MB", "planned MB", "equal", "s", "s kept"]
     rows = [
         [
             f"{one['from']} -> {one['to']}",
@@ -278,22 +293,23 @@ def main() -> None:
             *(f"{max(one[key]) / 1e6:.1f}" for key in ("view_bytes", "received_bytes")),
             f"{max(one['planned_bytes']) / 1e6:.1f}",
             one["equal"],
-            *(f"{one[key] or 0:.3f}" for key in ("seconds", "seconds_take_turns")),
-            f"{one['ratio'] or 0:.2f}",
+            *(f"{one[key] or 0:.3f}" for key in ("seconds", "seconds_kept", "seconds_take_turns")),
+            *(f"{one[key] or 0:.2f}" for key in ("ratio", "ratio_kept")),
             f"{max(one['peak_bytes']) / 1e6:.0f}",
             f"{max(one['ledger_bytes']) / 1e6:.0f}",
             f"{one['memory_ratio']:.3f}",
         ]
         for one in pairs
     ]
-    print(table([*head, "ratio", "peak MB", "ledger MB", "ratio"], rows))
+    head += ["s in turns", "ratio", "ratio kept"]
+    print(table([*head, "peak MB", "ledger MB", "ratio"], rows))
 
 
-def compared(name: str, size: str, runs: Sequence[tuple[bool, dict[str, Any]]]) -> dict[str, Any]:
-    """Compare the runs of a pair of layouts, of which those that are True were within."""
+def compared(name: str, size: str, runs: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Compare the runs of a pair of layouts; each comes with its side."""
     pair = PAIRS[name]
-    every = {side: [run for within, run in runs if within is side] for side in (True, False)}
-    seen = [one["seen"] for one in every[True]]
+    every = {side: [run for its, run in runs if its == side] for side in SIDES}
+    seen = [one["seen"] for one in every["within"]]
     traffic = planned(pair, seen[0][0]["layout"])
     received = [max(max(one["received_bytes"]) for one in all_) for all_ in zip(*seen, strict=True)]
     peaks = [
@@ -304,9 +320,11 @@ def compared(name: str, size: str, runs: Sequence[tuple[bool, dict[str, Any]]]) 
         one["training_bytes"] + share.needed_bytes - one["in_place_bytes"]
         for one, share in zip(seen[0], traffic, strict=True)
     ]
-    within, turns = (
-        spread([second for one in some for second in one["seconds"]]) if some else None
-        for some in (every[True], every[False])
+    within, kept, turns = (
+        spread([second for one in every[side] for second in one["seconds"]])
+        if every[side]
+        else None
+        for side in SIDES
     )
     hashes = {run["sha256"] for _, run in runs}
     fits = all(
@@ -325,8 +343,11 @@ def compared(name: str, size: str, runs: Sequence[tuple[bool, dict[str, Any]]]) 
         "equal": fits and len(hashes) == 1,
         "seconds": within["median"] if within else None,
         "seconds_take_turns": turns["median"] if turns else None,
+        "seconds_kept": kept["median"] if kept else None,
         "ratio": within["median"] / turns["median"] if within and turns else None,
+        "ratio_kept": kept["median"] / turns["median"] if kept and turns else None,
         "spread": within,
+        "spread_kept": kept,
         "spread_take_turns": turns,
         "in_place_bytes": [one["in_place_bytes"] for one in seen[0]],
         "peak_bytes": peaks,

@@ -10,7 +10,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.models.architecture import checked_config, empty_model
 from penstock.workers.models.spec import ModelSpec
 from torch_models import FAMILIES, GPT2, MIXTURE, PLAIN
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 QWEN = FAMILIES["qwen2"]
@@ -117,6 +117,22 @@ def test_a_family_that_is_no_language_model() -> None:
         "'model.architecture.model_type' is 't5', of which transformers makes no causal language "
         "model: Unrecognized configuration class"
     )
+
+
+@pytest.mark.parametrize("given", [*FAMILIES.values(), *PLAIN.values(), MIXTURE])
+def test_in_16_bits_positions_are_as_exact_as_in_transformers(given: dict[str, Any]) -> None:
+    """A rotary frequency of 16 bits would be another angle after a few hundred positions."""
+    spec = ModelSpec(architecture=given, dtype="bfloat16")
+    ours = spec.causal_lm("cpu")
+    auto: Any = AutoModelForCausalLM
+    theirs = auto.from_config(spec.config, dtype=torch.bfloat16).eval()
+    theirs.load_state_dict(ours.state_dict())
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    buffers = dict(theirs.named_buffers())
+    for name, buffer in ours.named_buffers():
+        if "inv_freq" not in name:
+            continue
+        torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)  # dtypes as well
 
 
 @pytest.mark.slow

@@ -212,6 +212,5 @@ def part_of_module(model: ModelSpec, head: Head, context: WorkerContext) -> nn.M
     if not head.is_scalar:
         whole.tie_weights()
     rotary: Any = type(backbone.rotary_emb)
-    # In the weights' precision, as `ModelSpec.causal_lm` has it: both are to give the same bits.
-    backbone.rotary_emb = rotary(config=config).to(context.device, whole.dtype)
+    backbone.rotary_emb = rotary(config=config).to(context.device)
     return module.eval()

@@ -21,6 +21,7 @@ from ..dataflow.scheduler.schedule import Schedule
 from ..planner.formatting import bytes_of
 from ..planner.inputs.calls import Lengths
 from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
+from ..planner.inputs.task_profile import ActingPins
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.registry import DEFAULT_EXECUTOR, PARALLEL_EXECUTOR, check_executor
 from ..workers.models.lora import LoraSpec
@@ -399,6 +400,10 @@ class RunConfig(Section):
     calibration: FileName | None = None
     """Result of `penstock profile` on this machine, for `placement: auto`; by default
     `calibration.json` in the folder of runs, if it is there."""
+    task_profile: FileName | None = None
+    """Result of `penstock profile task=... algorithm=...` for this task, for `placement: auto` of a
+    step without a language model; by default `task_profile.json` in the folder of runs. Or the
+    folder of a run that was planned with one, for what it measured."""
     schedule: Schedule = Schedule()
     """Distance by which generation may run ahead of training; see `schedule=`."""
     tracker: TrackerConfig = TrackerConfig()
@@ -484,6 +489,11 @@ class ClusterConfig(Section):
     """Nodes; all equal."""
     devices_per_node: AtLeastOne = 8
     """Devices in each."""
+    cores_per_node: AtLeastOne | None = None
+    """Processor cores of each, where environments and verifiers compute; by default one for each
+    device of a CPU, and not known of others."""
+    host_bytes: Annotated[int, Field(ge=1, le=1 << 60)] | None = None
+    """Host memory of each, for processes; not known if null."""
     device: DeviceSpec | None = None
     """The devices; or the name of a cluster whose device it is: `device: h100`."""
     within: LinkSpec | None = None
@@ -534,6 +544,8 @@ class PinsConfig(Section):
     """Call group -> ids of its group's devices, as a list or as text: "0-7, 12"."""
     layouts: dict[str, dict[str, Any]] = Field(default_factory=dict[str, "dict[str, Any]"])
     """Node name -> sizes of its layout that are fixed: `actor.train: {tp: 8, pp: 1}`."""
+    acting: ActingPins = ActingPins()
+    """Where acting in environments or games happens, of a step without a language model."""
 
 
 class PlanOptions(Section):
@@ -606,3 +618,12 @@ class ProfileConfig(Section):
     """Seconds for which each thing is repeated, about; longer is steadier."""
     deadline_s: Annotated[float, Field(gt=0)] = 900.0
     """Seconds after which to give up."""
+
+
+class TaskProfileConfig(Section):
+    """Keys of `penstock profile` besides those of the run whose task is measured."""
+
+    output: FileName = "runs/task_profile.json"
+    """The file to write; a run looks for `task_profile.json` in the folder of its runs."""
+    seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    """Seconds for which each thing is repeated, about; longer is steadier."""

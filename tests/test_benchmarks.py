@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,3 +107,26 @@ def test_a_run_that_is_there_is_not_made_again(
     made.mkdir(parents=True)
     (made / "summary.json").write_text("{}")
     assert script("lag_and_reward").make(tmp_path / "grpo", ["no such word"]) == made
+
+
+@pytest.mark.slow
+def test_planned_environments_are_compared_with_a_grid(
+    script: Callable[[str], Any], tmp_path: Path
+) -> None:
+    planned = script("planned_environments")
+    assert [len(planned.grid(overlaps=overlaps)) for overlaps in (True, False)] == [12, 12]
+    file, state = tmp_path / "found.json", tmp_path / "state.json"
+    words = ["--tiny", "--json", str(file), "--state", str(state)]
+    planned.main(words)
+    (task,) = json.loads(file.read_text())["tasks"]
+    assert task["same_weights"]
+    assert {row["placement"] for row in task["placements"]} == {
+        "inline 1, 1 groups",
+        "inline 1, 2 groups",
+        "inline 1, 2 groups x2",
+        "automatic",
+        "one rank",
+    }
+    before = state.read_text()
+    planned.main(words)  # nothing is left to measure
+    assert state.read_text() == before

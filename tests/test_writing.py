@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = {
     "dataflow": 12_100,
     "algorithms": 10_400,
-    "planner": 8_945,
-    "workers": 39_575,
+    "planner": 9_660,
+    "workers": 39_600,
     "configs": 1_300,
-    "launch": 17_940,
+    "launch": 18_600,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

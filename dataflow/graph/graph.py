@@ -115,6 +115,11 @@ class Node:
         return {name: one.value for name, one in self.arguments if isinstance(one, Constant)}
 
     @property
+    def roles_given(self) -> tuple[str, ...]:
+        """Roles that are arguments, as an actor is of a rollout."""
+        return tuple(one.role for _, one in self.arguments if isinstance(one, RoleRef))
+
+    @property
     def learns(self) -> bool:
         losses = [value for value in self.constants.values() if isinstance(value, Loss)]
         return self.kind is NodeKind.TRAIN and bool(losses)

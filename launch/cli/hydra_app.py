@@ -50,6 +50,7 @@ _MOST_CHARACTERS = 10_000
 _MOST_JOBS = 10_000
 
 _FOLDER = "--config-dir"
+_TASK = ("algorithm=", "task=")  # keys with which `profile` measures a task, and no machine
 _SEARCH_PATH = "hydra.searchpath="
 _KEY = re.compile(r"^[A-Za-z_][\w.]*=")
 # A part of a value: a text in quotes, or characters up to a separator
@@ -287,6 +288,8 @@ def hydra_app(
     """Run `task` on the composed configuration, or with `--multirun` on each combination."""
     if command == "plan":
         arguments = ["json=-" if word == "--json" else word for word in arguments]
+    if command == "profile" and any(word.startswith(_TASK) for word in arguments):
+        arguments = ["--config-name", "profile_task", *arguments]  # which has a run's keys
     if "-sc" in arguments:
         line = CommandLine((), tuple(arguments), command)
     else:
@@ -350,6 +353,8 @@ def chosen(group: str) -> str:
 
 
 def _check_only(command: str, composed: Mapping[str, Any]) -> None:
+    if command == "profile" and "algorithm" in composed:
+        command = "profile_task"
     config = {key: value for key, value in composed.items() if key not in _OWN.get(command, ())}
     if command == "plan":
         from ..placement.plan_request import plan_request
@@ -393,6 +398,7 @@ def refuse_resume(composed: dict[str, Any], command: str) -> None:
 # keys of a command that are no part of a run's configuration
 _OWN = {
     "run": ("resume",),
+    "profile_task": ("resume", "output", "seconds"),
     "dry_run": ("resume", "cluster"),
     "graph": ("resume", "format", "output"),
     "eval": ("resume", "run", "step", "output"),

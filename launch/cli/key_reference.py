@@ -25,6 +25,7 @@ from ...configs.schema import (
     PlanOptions,
     ProfileConfig,
     RunConfig,
+    TaskProfileConfig,
     WorkloadConfig,
 )
 from ...configs.validate import fields_of, key_docs
@@ -56,6 +57,7 @@ def key_reference() -> str:
         (EvalConfig, "penstock eval"),
         (ExportConfig, "penstock export"),
         (ProfileConfig, "penstock profile"),
+        (TaskProfileConfig, "penstock profile algorithm=... task=..."),
     ):
         for found, where in _below(kind, at):
             owners.setdefault(found, where)

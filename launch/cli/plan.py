@@ -13,15 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...configs.schema import ProfileConfig
+from ...configs.schema import ProfileConfig, TaskProfileConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, InfeasibleError
+from ...planner.inputs.task_profile import TaskProfile
 from ...planner.plan.plan import Plan
 from ...planner.plan.simulate import simulate_plan
 from ...planner.report.comparison import PlanComparison, comparison_text
 from ...planner.report.explain import explain
 from ...planner.report.html_report import to_html
 from ...planner.report.json_report import infeasible, to_json, to_trace
+from ..inputs.run import executor_kind, resolved
 from ..placement.plan_request import PlanRequest, plan_and_tables, plan_request
 from ..run_dir.files import TERMINAL, output_file, unwritable, write_output, write_text
 from .hydra_app import chosen, refuse_resume
@@ -69,9 +71,11 @@ def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[PlanC
 
 
 def measure(composed: dict[str, Any]) -> None:
-    from ..profile.profile import calibration_text, profile  # the others do without
-
-    config = validated(ProfileConfig, composed)
+    """Measure machines, or the task of a run where the words name an algorithm and a task."""
+    own = {key: composed.pop(key) for key in ("output", "seconds") if key in composed}
+    of_task = "algorithm" in composed
+    section = TaskProfileConfig if of_task else ProfileConfig
+    config = validated(section, own if of_task else {**composed, **own})
     file = Path(config.output)
     if file.is_dir():
         raise ConfigError(f"'output': '{file}' is a folder; give the name of a file")
@@ -82,11 +86,29 @@ def measure(composed: dict[str, Any]) -> None:
     except OSError as error:
         raise unwritable("output", file, error) from error
     try:
-        calibration = profile(config)
-        write_text(file, calibration.model_dump_json(indent=2) + "\n")
+        if isinstance(config, TaskProfileConfig):
+            found, text = _task(composed, config.seconds)
+        else:
+            from ..profile.profile import calibration_text, profile  # the others do without
+
+            found = profile(config)
+            text = calibration_text(found)
+        write_text(file, found.model_dump_json(indent=2) + "\n")
     except ConfigError:
         for folder in made:
             folder.rmdir()
         raise
-    print(calibration_text(calibration))
+    print(text)
     print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")
+
+
+def _task(composed: dict[str, Any], seconds: float) -> tuple[TaskProfile, str]:
+    from ..profile.task import profile_task, task_profile_text
+
+    refuse_resume(composed, "profile")
+    run = resolved(composed)
+    try:
+        found = profile_task(run, seconds)
+    finally:
+        executor_kind(run.executor.kind).end()
+    return found, task_profile_text(found)

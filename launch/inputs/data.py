@@ -339,7 +339,9 @@ def _group_size(stage: Stage, name: str, spec: TaskSpec) -> int:
     else:
         acted = game_task(spec, graph.name)
     count, least = stage.config.per_step[name], stage.config.num_groups.get(name, 1)
-    size = acted.group_size or count // least // whole * whole
+    given = acted.group_size
+    # What is left to a plan is decided by now, or nothing was planned.
+    size = given if isinstance(given, int) else count // least // whole * whole
     if size == 0 or -(-count // size) < least:
         raise ConfigError(
             f"{graph.name} needs {least} groups of '{name}', and {count} rows in "

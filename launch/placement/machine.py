@@ -101,7 +101,8 @@ def cpu_node(preset: NodeGroup, cores: int, memory_bytes: int) -> NodeGroup:
             "flops_per_s": {k: threads * rate for k, rate in preset.device.flops_per_s.items()},
         }
     )
-    return preset.model_copy(update={"num_nodes": 1, "devices_per_node": ranks, "device": device})
+    own = {"num_nodes": 1, "devices_per_node": ranks, "device": device, "cores_per_node": cores}
+    return preset.model_copy(update={**own, "host_bytes": memory_bytes})
 
 
 def analytic_cpus() -> ClusterSpec:
@@ -138,7 +139,8 @@ def _named(section: Mapping[str, Any], at: str) -> dict[str, Any]:
             "(name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)"
         )
     data["device"] = known[name]["device"]
-    data["within"] = data.get("within") or known[name]["within"]
+    for key in ("within", "cores_per_node", "host_bytes"):
+        data[key] = data.get(key) or known[name].get(key)
     return data
 
 
@@ -185,6 +187,10 @@ def cluster_spec(config: ClusterConfig, measured: ClusterSpec | None = None) -> 
                 devices_per_node=config.devices_per_node,
                 device=config.device,
                 within=config.within,
+                # Each device of a CPU is a core, unless it is said otherwise.
+                cores_per_node=config.cores_per_node
+                or (config.devices_per_node if config.device.is_cpu else None),
+                host_bytes=config.host_bytes,
             ),
         )
     between = config.between
@@ -230,6 +236,10 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
             node = cpu_node(node, number, memory)
         else:
             own = {"num_nodes": 1, "devices_per_node": number, "labels": labels_of(machine)}
+            own |= {
+                "cores_per_node": int(machine.total.get("CPU", 0)) or None,
+                "host_bytes": int(machine.total.get("memory", 0)) or None,
+            }
             node = node.model_copy(update=own)
         links.append(preset.between)
         if nodes and (one := _smaller(nodes[-1], node)) is not None:
@@ -248,7 +258,13 @@ def _smaller(one: NodeGroup, other: NodeGroup) -> NodeGroup | None:
         return None
     least, most = (
         n.model_copy(
-            update={"num_nodes": 1, "device": n.device.model_copy(update={"memory_bytes": low})}
+            update={
+                "num_nodes": 1,
+                "device": n.device.model_copy(update={"memory_bytes": low}),
+                "host_bytes": min(
+                    (s for s in (one.host_bytes, other.host_bytes) if s), default=None
+                ),
+            }
         )
         for n in (one, other)
     )
@@ -275,7 +291,7 @@ def read_calibration(path: Path) -> Calibration:
     prediction, cluster = plan.prediction, plan.cluster
     if prediction is None or prediction.constants is None or not isinstance(cluster, ClusterSpec):
         raise _unusable(path, "its plan predicts nothing", "take a run that the planner has placed")
-    measured = parsed(folder.summary, _seconds)
+    measured = parsed(folder.summary, node_seconds_of)
     if measured is None:
         raise _unusable(path, "the run has not ended", "wait for it, or take another")
     constants, logs = prediction.constants, dict[CallKind, list[float]]()
@@ -299,7 +315,8 @@ def read_calibration(path: Path) -> Calibration:
     )
 
 
-def _seconds(summary: bytes) -> dict[str, float]:
+def node_seconds_of(summary: bytes) -> dict[str, float]:
+    """Call -> seconds that its busiest rank worked on it, of a run's summary."""
     nodes = optional_field(parse_object(summary), "nodes", dict) or {}
     found = {name: optional_field(node, "measured_s", float) for name, node in nodes.items()}
     return {name: seconds for name, seconds in found.items() if seconds and seconds > 0}

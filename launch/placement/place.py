@@ -34,7 +34,8 @@ from ..inputs.engines import Engines
 from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run, executor_kind
 from ..inputs.sizes import check_stage, train_items
-from .machine import PlannedMachine, idle_gpus, planned_machine, threads_of
+from .acting import acting_nodes, acting_plan, task_profile, with_group_size
+from .machine import PlannedMachine, analytic_cpus, idle_gpus, planned_machine, threads_of
 from .models import PlanInputs
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ def placed(run: Run) -> Run:
     """The run with the plan that is written, or one for this machine, and with threads."""
     if run.plan is None:
         run = choose(run)
-        return with_placement(run, run.placed)
-    run = replace(run, note=idle_gpus(run.executor))
+        return with_group_size(with_placement(run, run.placed), run.placed)
+    run = with_group_size(replace(run, note=idle_gpus(run.executor)), run.placed)
     return run.having(executor=_with_threads(run.executor, run.placed))
 
 
@@ -529,6 +530,8 @@ def choose(run: Run) -> Run:
     """
     graph = run.main.graph
     inputs = PlanInputs(run)
+    if acting_nodes(graph) and not any(inputs.models({}).values()):
+        return _acting(run)
     try:
         models = inputs.models({})
         workload = inputs.workload(WorkloadConfig())
@@ -557,6 +560,24 @@ def choose(run: Run) -> Run:
     threads = calibration.num_threads if calibration else None
     section = _with_threads(run.executor, plan, threads)
     return replace(run, plan=plan, note=note).having(executor=section)
+
+
+def _acting(run: Run) -> Run:
+    """The run with a plan of where acting happens, if its task was measured."""
+    profile = task_profile(run)
+    if isinstance(profile, str):
+        return _one_rank(run, profile)
+    cluster = run.cluster or analytic_cpus()
+    plan = acting_plan(run, profile, cluster)
+    assert plan.prediction is not None
+    said = [
+        f"{placement_text(run.main.graph, plan)}; {seconds_text(plan.prediction.step_time_s)} per "
+        f"step predicted ({plan.prediction.calibration})"
+    ]
+    if cluster.num_cores != profile.cores:
+        said.append(f"the task was measured on {profile.cores} cores, and here are "
+                    f"{cluster.num_cores}")  # fmt: skip
+    return replace(run, plan=plan, note="\n".join(f"placement: {line}" for line in said))
 
 
 def _one_rank(run: Run, why: str) -> Run:
@@ -624,6 +645,9 @@ def planned_options(
     def fields(node: Node) -> dict[str, Any]:
         return found.setdefault(node.role or "", {}).setdefault(placement.nodes[node.name], {})
 
+    for role, chosen in plan.role_options.items():
+        for node in (node for node in graph.nodes if node.role == role):
+            fields(node).update(chosen)
     for name, tokens in plan.micro_batch_tokens.items():
         # The least of the calls that share a worker.
         own = fields(graph[name])

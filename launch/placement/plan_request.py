@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,22 +25,24 @@ from ...planner.cost.calibration import Constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.formatting import change_text, ranges_text, seconds_text
 from ...planner.inputs.calls import Call, Workload, calls_of
-from ...planner.inputs.cluster import ClusterSpec, improved, smaller
+from ...planner.inputs.cluster import ClusterSpec, improved, smaller, with_more_cores
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.inputs.model_shape import ModelShape
+from ...planner.inputs.task_profile import ActingPins
 from ...planner.plan.plan import NodePrediction, OtherSchedule, Plan, Prediction
 from ...planner.plan.planner import plan_step
 from ...planner.plan.simulate import Simulation, idle_of
 from ...planner.report.comparison import Alternative, PlanComparison
 from ...planner.search.pins import Pins
-from ..inputs.run import resolved
+from ..inputs.run import Run, resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_trace
+from .acting import acting_nodes, acting_plan, task_profile
 from .machine import PlannedMachine, cluster_spec, named_devices, read_calibration
 from .models import PlanInputs, local_model
 
 
-def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
+def measured_run(name: str, graph: Graph, workload: Workload | None) -> Alternative:
     """Return what a run took, read from the plan and the trace of its folder."""
     at = f"'plan.compare': '{name}'"
     folder = RunFolder(Path(name))
@@ -55,7 +57,7 @@ def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
     except PlanError as error:
         raise ConfigError(f"{at}:\n{error}") from None
     own = plan.prediction and plan.prediction.workload
-    if own is not None and _sizes_text(own) != _sizes_text(workload):
+    if own is not None and workload is not None and _sizes_text(own) != _sizes_text(workload):
         raise ConfigError(
             f"{at} is a run with other rows or tokens: planned for {_sizes_text(own)}, and this "
             f"step has {_sizes_text(workload)}\n    give this step the run's: workload.prompt=..., "
@@ -121,7 +123,7 @@ class PlanRequest:
     graph: Graph  # the recorded step
     models: Mapping[str, ModelShape | None]  # role -> shape, or None for a role without a model
     cluster: ClusterSpec  # where it is to run
-    workload: Workload  # how much one step computes
+    workload: Workload | None  # how much one step computes; None without a language model
     lags: tuple[int, ...]  # how far generation may run ahead: what to compare
     # how far a response may grow in a step, 0 for to its end: what to compare
     segments: tuple[int, ...]
@@ -130,7 +132,7 @@ class PlanRequest:
     # what to say of roles that are not planned for, of rates that are not known, and of what a run
     # would do that is not predicted
     notes: tuple[str, ...]
-    constants: Constants  # of the model of time
+    constants: Constants | None  # of the model of time; None without a language model
     engines: RoleEngines  # what runs the calls
     others: Mapping[str, RoleEngines]  # role -> what runs its calls instead
     words: str  # the same as keys of the configuration
@@ -140,9 +142,17 @@ class PlanRequest:
     options: PlanOptions  # the section `plan`
     num_steps: int  # of the run, for what it costs
     streaming: int  # parts in which a step's rows go on
+    # without a language model: the plan of where acting happens, on a cluster and under pins
+    acting: Callable[[ClusterSpec, Sequence[int], ActingPins], Plan] | None = None
+    acting_pins: ActingPins = ActingPins()
 
     def plan(self) -> Plan:
         """Search, in turn under each length of a segment: how far a response grows in a step."""
+        if self.acting is not None:
+            made = self.acting(self.cluster, self.lags, self.acting_pins)
+            return made.model_copy(update={"num_steps": self.num_steps})
+        assert self.workload is not None, "it has a language model"
+        assert self.constants is not None, "it has a language model"
         found: list[Plan] = []
         unfit: dict[int, InfeasibleError] = {}
         longest_s = self.options.deadline_s
@@ -210,10 +220,10 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     inputs = PlanInputs(found.having(model=model), model.hub or model_name)
     graph, models = inputs.graph, inputs.models(options.models)
     if not any(models.values()):
+        return _acting_request(found, options, cluster, composed)
+    if options.pins.acting != ActingPins():
         raise ConfigError(
-            f"'{graph.name}' has no role with a language model, and the planner knows the memory "
-            "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
-            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
+            "'plan.pins.acting' is set, and is for steps without a language model\n    leave it out"
         )
     _check_dtypes(models, options.models, cluster)
     workload, schedule = inputs.workload(asked.workload), found.config.schedule
@@ -251,6 +261,58 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         options=options,
         num_steps=found.main.config.num_steps,
         streaming=schedule.streaming,
+    )
+
+
+def _acting_request(
+    run: Run, options: PlanOptions, cluster: ClusterSpec, composed: Mapping[str, Any]
+) -> PlanRequest:
+    """The request of a step without a language model, whose task was measured."""
+    graph = run.main.graph
+    if not acting_nodes(graph):
+        raise ConfigError(
+            f"'{graph.name}' has no role with a language model and acts in no environment, and the "
+            "planner knows the memory and time of nothing else\n    place its nodes by hand: "
+            "placement=PLAN.json, or executor.groups and executor.nodes; or say what a role "
+            "computes: plan.models.ROLE"
+        )
+    if options.pins != PinsConfig(acting=options.pins.acting):
+        raise ConfigError(
+            f"'plan.pins' fixes more than 'acting', and '{graph.name}' has no language model\n"
+            "    pin plan.pins.acting: inference, num_ranks, num_groups and num_overlapped"
+        )
+    profile = task_profile(run)
+    if isinstance(profile, str):
+        raise ConfigError(f"'task_profile': {profile}")
+    lags, _, refused = _schedules(graph, run.config.schedule, options, composed)
+
+    def plan(on: ClusterSpec, max_lag: Sequence[int], pins: ActingPins) -> Plan:
+        return acting_plan(run, profile, on, max_lag=max_lag, pins=pins)
+
+    notes = [
+        f"times of one core are those of {profile.machine}: a faster core is not known of"
+    ] if cluster.num_cores != profile.cores else []  # fmt: skip
+    engines, others = run.engines.planned()
+    return PlanRequest(
+        graph=graph,
+        models=dict.fromkeys(graph.roles),
+        cluster=cluster,
+        workload=None,
+        lags=lags,
+        segments=(0,),
+        refused=refused,
+        notes=tuple(notes),
+        constants=None,
+        engines=engines,
+        others=others,
+        words="",
+        pins=Pins(),
+        compared={name: measured_run(name, graph, None) for name in options.compare},
+        options=options,
+        num_steps=run.main.config.num_steps,
+        streaming=0,
+        acting=plan,
+        acting_pins=options.pins.acting,
     )
 
 
@@ -514,7 +576,8 @@ def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, .
     if others:
         tables.append(PlanComparison("compare", "what if", this, tuple(others), by_call=True))
     if request.options.sensitivity:
-        better = _planned(request, improved(request.cluster))
+        more = improved if request.acting is None else with_more_cores
+        better = _planned(request, more(request.cluster))
         best = min(better, key=lambda one: one.step_s)
         change = change_text(best.step_s / this.step_s - 1)
         answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"

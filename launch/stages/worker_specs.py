@@ -308,6 +308,8 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
     if worker in ENV_SPECS:
         optimizer = optimizer_of(stage, role)
         start = section.start and _folder(section.start, contract_of(stage, role), results)
+        for planned in stage.planned_options.get(role, {}).values():
+            options = {**planned, **options}
         return env_worker(worker, run, start, optimizer, options, section.init_offset)
     model, engines = given["model"](), run.engines
     given["model"] = lambda: model

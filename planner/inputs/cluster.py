@@ -97,6 +97,11 @@ class NodeGroup(_Spec):
     """The kind of their devices."""
     within: LinkSpec
     """Between devices of one node."""
+    cores_per_node: AtLeastOne | None = None
+    """Processor cores of each, for environments, verifiers and all else that computes on them; None
+    if that is not known."""
+    host_bytes: AtLeastOne | None = None
+    """Host memory of each; None if that is not known."""
     labels: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Labels that a machine must have in Ray (`ray start --labels`) to stand for one of them:
     `{ray.io/accelerator-type: H100}`."""
@@ -129,6 +134,16 @@ class ClusterSpec(_Spec):
     def num_devices(self) -> int:
         """In all nodes together."""
         return sum(group.num_devices for group in self.node_groups)
+
+    @property
+    def nodes(self) -> tuple[NodeGroup, ...]:
+        """The group of each node."""
+        return tuple(group for group in self.node_groups for _ in range(group.num_nodes))
+
+    @property
+    def num_cores(self) -> int:
+        """Cores that are known of, in all nodes together."""
+        return sum(g.num_nodes * (g.cores_per_node or 0) for g in self.node_groups)
 
     @property
     def device_type(self) -> str:
@@ -295,6 +310,15 @@ def improved(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
     if 2 * cluster.num_devices <= MOST_DEVICES:
         found["devices"] = _changed(cluster, lambda g: {"num_nodes": 2 * g.num_nodes})
     return {f"2 x {name}": one for name, one in found.items()}
+
+
+def with_more_cores(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
+    return {
+        f"{times} x cores": _changed(
+            cluster, lambda g, times=times: {"cores_per_node": times * (g.cores_per_node or 0)}
+        )
+        for times in (2, 4)
+    }
 
 
 def _changed(

@@ -25,6 +25,7 @@ from ..inputs.calls import Workload
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
 from ..inputs.model_shape import PlanData
+from ..inputs.task_profile import TaskProfile
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -97,6 +98,7 @@ class Prediction(PlanData):
     stopped_at_deadline: bool = False
     calibration: str = "analytic defaults"  # where the constants of the model of time come from
     constants: Constants | None = None  # these constants; None in plans that do not say
+    task: TaskProfile | None = None  # costs of a step that acts, instead of constants
     nodes: Mapping[str, NodePrediction]  # calls by name; nodes that are not here take no time
     # group -> memory of its fullest device
     memory: Mapping[str, GroupMemory] = Field(default_factory=dict[str, GroupMemory])
@@ -199,6 +201,12 @@ class Plan(PlanData):
         default_factory=dict[str, int]
     )
     """Forward or train node -> tokens a rank computes at once; if absent, as the engine likes."""
+    role_options: Mapping[str, Mapping[str, Any]] = Field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
+    """Role -> fields of its worker's spec that the plan decides, as `num_overlapped`."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Environments or games that step together, where `task.group_size` is `auto`."""
     max_lag: int | None = Field(default=None, ge=0)
     """The schedule that it was made for; none in particular if None."""
     cluster: ClusterSpec | str = ""

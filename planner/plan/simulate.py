@@ -70,6 +70,7 @@ def simulate_plan(graph: Graph, plan: Plan, *, num_steps: int = 24) -> Simulatio
         plan.prediction.durations_s,
         max_lag=plan.max_lag or 0,
         num_steps=num_steps,
+        served={group.name: group.served for group in plan.groups},
     )
 
 
@@ -81,14 +82,19 @@ def simulate(
     max_lag: int = 0,
     parts_s: Mapping[str, Sequence[float]] | None = None,
     num_steps: int = 24,
+    served: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Simulation:
+    """Play a placement through; `served` says for each group which groups serve it which roles."""
     unknown = sorted(durations_s.keys() - nodes.keys())
     if unknown:
         raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
-    names = dict.fromkeys(nodes.values())
+    served = served or {}
+    asked = (server for group in set(nodes.values()) for server in served.get(group, {}).values())
+    names = dict.fromkeys([*nodes.values(), *asked])
     num_parts = max((len(parts) for parts in (parts_s or {}).values()), default=0)
     schedule = Schedule(max_lag=max_lag, streaming=num_parts)
-    placement = Placement(tuple(DeviceGroup(name) for name in names), nodes).streamed(num_parts)
+    groups = tuple(DeviceGroup(name, served=served.get(name, {})) for name in names)
+    placement = Placement(groups, nodes).streamed(num_parts)
     for played in (num_steps, 4 * num_steps, 16 * num_steps):
         spans, completed = _play(
             graph, placement, _seconds(durations_s, parts_s or {}), schedule, played

@@ -120,8 +120,17 @@ def _placement(graph: Graph, plan: Plan) -> list[str]:
     for group in plan.groups:
         number = len(group.devices) or group.num_ranks
         devices = ranges_text(group.devices) or f"any {group.device}"
-        rows.append([group.name, devices, str(number), ", ".join(roles[group.name]) or "none"])
-    return ["placement", *(f"  {line}" for line in aligned(rows, right=[2]))]
+        serves = [one.name for one in plan.groups if group.name in one.served.values()]
+        does = [*roles[group.name], *(f"answers {name}" for name in serves)]
+        rows.append([group.name, devices, str(number), ", ".join(does) or "none"])
+    options = [
+        f"{role}.{key}={value}"
+        for role, fields in plan.role_options.items()
+        for key, value in fields.items()
+    ]
+    options += [] if plan.group_size is None else [f"task.group_size={plan.group_size}"]
+    lines = aligned(rows, right=[2]) + ([f"with {', '.join(options)}"] if options else [])
+    return ["placement", *(f"  {line}" for line in lines)]
 
 
 def _nodes(graph: Graph, plan: Plan, prediction: Prediction) -> list[str]:

@@ -47,40 +47,62 @@ class _Ended(Exception):
     """The rollout is over for everyone: another slot failed."""
 
 
-class _Timed(Actor):
-    """Passes requests on, and adds up how long the answers took, and everything between them.
+class LoopTimer:
+    """Adds up how long the answers of a loop's actors took, and everything between them.
 
     A thread that never waits of its own accord computes all the time. Its clock may say otherwise
     on a machine that is busy with other things, so that is not asked.
     """
 
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
+    def __init__(self) -> None:
         self.num_turns = 0
-        self.ask_s = self.ask_cpu_s = 0.0
+        self.steps_s: list[float] = []  # everything between two answers, one by one
+        self._ask_s = self._ask_cpu_s = 0.0
         self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
-        self._begin_waits = _num_waits()
+        self._begin_all_cpu_s, self._begin_waits = time.process_time(), _num_waits()
+        self._since_s = self._begin_s
 
-    def act(self, *asked: Any, **named: Any) -> Acts:
+    def of(self, actor: Actor) -> Actor:
+        """Return an actor that passes requests on to another one, whose answers are timed."""
+        return _Timed(actor, self)
+
+    def ask(self, actor: Actor, asked: tuple[Any, ...], named: dict[str, Any]) -> Acts:
         before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-        found = self._actor.act(*asked, **named)
-        self.ask_s += time.perf_counter() - before_s
-        self.ask_cpu_s += time.thread_time() - before_cpu_s
+        found = actor.act(*asked, **named)
+        after_s = time.perf_counter()
+        self.steps_s.append(before_s - self._since_s)
+        self._since_s = after_s
+        self._ask_s += after_s - before_s
+        self._ask_cpu_s += time.thread_time() - before_cpu_s
         self.num_turns += 1
         return found
 
     def times(self) -> LoopTimes:
         turns = max(self.num_turns, 1)
         all_s = time.perf_counter() - self._begin_s
-        all_cpu_s = time.thread_time() - self._begin_cpu_s
+        all_cpu_s, ask_cpu_s = time.thread_time() - self._begin_cpu_s, self._ask_cpu_s
         if _num_waits() - self._begin_waits < turns * _LEAST_WAITS:
-            all_cpu_s, self.ask_cpu_s = all_s, self.ask_s
+            all_cpu_s, ask_cpu_s = all_s, self._ask_s
         return LoopTimes(
-            step_s=max(all_s - self.ask_s, 0.0) / turns,
-            step_cpu_s=max(all_cpu_s - self.ask_cpu_s, 0.0) / turns,
-            ask_s=self.ask_s / turns,
-            ask_cpu_s=self.ask_cpu_s / turns,
+            step_s=max(all_s - self._ask_s, 0.0) / turns,
+            step_cpu_s=max(all_cpu_s - ask_cpu_s, 0.0) / turns,
+            ask_s=self._ask_s / turns,
+            ask_cpu_s=ask_cpu_s / turns,
         )
+
+    def other_cpu_s(self) -> float:
+        """Seconds of cores in a turn that other threads of this process have computed."""
+        others_s = time.process_time() - self._begin_all_cpu_s
+        others_s -= time.thread_time() - self._begin_cpu_s
+        return max(0.0, others_s) / max(self.num_turns, 1)
+
+
+class _Timed(Actor):
+    def __init__(self, actor: Actor, timer: LoopTimer) -> None:
+        self._actor, self._timer = actor, timer
+
+    def act(self, *asked: Any, **named: Any) -> Acts:
+        return self._timer.ask(self._actor, asked, named)
 
 
 def _num_waits() -> float:
@@ -130,9 +152,10 @@ class OverlappedGroups:
     def _measured(
         self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
     ) -> list[Columns]:
-        timed = _Timed(actor)
+        timer = LoopTimer()
+        timed = timer.of(actor)
         found = [live.roll(timed, noise) for live, noise in zip(groups, noises, strict=True)]
-        times = timed.times()
+        times = timer.times()
         self.size = choose_num_overlapped(times, len(groups))
         _LOG.info("%d of %d groups are overlapped: %s", self.size, len(groups), times)
         return found

@@ -28,10 +28,10 @@ class EnvTaskSpec(EnvSpec):
 
     acts_in: ClassVar[Literal["environment"]] = "environment"
 
-    group_size: PositiveInt | None = None
+    group_size: PositiveInt | Literal["auto"] | None = None
     """Rows that step together and share a worker, a seed and running moments; results depend on
-    it. By default all rows, or an equal part where the algorithm needs several groups. Workers
-    without a group have nothing to do."""
+    it. By default all rows, or an equal part where the algorithm needs several groups; `auto`: as
+    the plan says. Workers without a group have nothing to do."""
 
     @property
     def env(self) -> EnvSpec:

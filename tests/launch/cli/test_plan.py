@@ -360,16 +360,6 @@ def test_auto_is_for_plans(penstock: Penstock) -> None:
     )
 
 
-def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> None:
-    said = penstock("plan", "algorithm=env_ppo", "task=cartpole", "model=mlp")
-    assert said.code == 2
-    assert said.err == (
-        "penstock: 'env_ppo' has no role with a language model, and the planner knows the memory "
-        "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
-        "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE\n"
-    )
-
-
 @pytest.mark.slow
 def test_streaming_is_predicted_for_the_plan_that_is_fastest_without(penstock: Penstock) -> None:
     words = ("algorithm=grpo", "model=qwen2.5-0.5b", "plan.pins.apart=[[actor,actor.generate]]")

@@ -77,8 +77,9 @@ class LibraryGameTaskSpec(LibraryGame):
 
     acts_in: ClassVar[Literal["game"]] = "game"
 
-    group_size: PositiveInt | None = None
-    """Games that are played together, as of `BoardTaskSpec`. By default all of them."""
+    group_size: PositiveInt | Literal["auto"] | None = None
+    """Games that are played together, as of `BoardTaskSpec`. By default all of them; `auto`: as the
+    plan says."""
 
     @property
     def env(self) -> LibraryGameSpec:

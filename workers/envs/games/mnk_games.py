@@ -91,9 +91,9 @@ class BoardTaskSpec:
 
     game: BoardSpec = BoardSpec()
     """Its rules."""
-    group_size: PositiveInt | None = None
+    group_size: PositiveInt | Literal["auto"] | None = None
     """Games that are played together: their players are asked about all of them at once. By default
-    all of them. Workers without a group have nothing to do."""
+    all of them; `auto`: as the plan says. Workers without a group have nothing to do."""
 
     @property
     def env(self) -> BoardSpec:

@@ -1,0 +1,202 @@
+"""The automatic plan of environments against every placement of a grid, and against one rank.
+
+Each task is measured by `penstock profile`'s own function, then run for some steps under every
+placement of a grid that is listed here, under the automatic plan and under the default, everything
+on one rank: in turn, several rounds of it. For each placement the predicted seconds of a step stand
+beside the measured ones. Placements that promise the same weights must end with the same.
+
+It wants an idle machine and takes up to fifteen minutes. With `--state FILE` it goes on where it
+was interrupted. `--tiny` runs a part of the grid in one process, in seconds, to try the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench import parser, report, table
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.run import Run, executor_kind, resolved
+from penstock.launch.placement.acting import acting_plan
+from penstock.launch.placement.machine import analytic_cpus
+from penstock.launch.profile.task import profile_task, taken, task_profile_text
+from penstock.planner.inputs.task_profile import ActingPins, Inference, TaskProfile
+from penstock.planner.plan.plan import Plan, one_group_plan
+
+ROUNDS = 3
+STEPS = 12
+
+PPO = ("algorithm=env_ppo", "algorithm.per_step.rows=8", "algorithm.cfg.horizon=32")
+PLAY = ("algorithm=self_play", "algorithm.per_step.rows=32")
+TIMED = ("task=gymnasium", "task.id=timed_env:TimedCartPole-v0")
+TASKS = {
+    "fast numpy": (*PPO, "task=cartpole"),
+    "0.5 ms a step": (*PPO, *TIMED, "task.options={step_s: 5.0e-4, computes: true}"),
+    "5 ms sleeping": (*PPO, *TIMED, "task.options={step_s: 5.0e-3, computes: false}"),
+    "EnvPool game": (*PLAY, "task=envpool_game", "task.id=ConnectFour-v1"),
+    "self-play": (*PLAY, "task=connect_four"),
+}
+INFERENCE: tuple[Inference, ...] = ("inline", "copied", "served")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A placement of the grid."""
+
+    inference: Inference
+    num_ranks: int
+    num_groups: int
+    num_overlapped: int
+
+    def __str__(self) -> str:
+        overlap = f" x{self.num_overlapped}" if self.num_overlapped > 1 else ""
+        return f"{self.inference} {self.num_ranks}, {self.num_groups} groups{overlap}"
+
+
+def grid(*, overlaps: bool) -> list[Placement]:
+    """Three kinds of inference, 1 or 2 actors, 1 or 2 groups, overlapped or not; 12 of them.
+
+    A process acts in one group at least. Games cannot be overlapped, so they have 4 groups as well.
+    """
+    sizes = (1, 2) if overlaps else (2, 4)
+    return [
+        Placement(inference, ranks, groups, overlapped)
+        for inference, ranks, groups, overlapped in product(INFERENCE, (1, 2), sizes, (1, 2))
+        if ranks <= groups and overlapped <= (groups // ranks if overlaps else 1)
+    ]
+
+
+def run_of(task: str, *, tiny: bool) -> Run:
+    """The run of a task, on Ray unless `tiny`."""
+    words = [*TASKS[task], "model=mlp", "tracker=none", "task.group_size=auto"]
+    words += ["executor=in_process" if tiny else "executor=ray", "evaluation.num_episodes=0"]
+    composed = compose("run", words)
+    composed.pop("resume")
+    return resolved(composed)
+
+
+def compared(task: str, state: dict[str, Any], save: Any, *, tiny: bool) -> dict[str, Any]:
+    """All placements of one task, measured in turn."""
+    run, own = run_of(task, tiny=tiny), state.setdefault(task, {})
+    if "profile" not in own:
+        own["profile"] = profile_task(run, 0.05 if tiny else 2.0).model_dump(mode="json")
+        save()
+    profile = TaskProfile.model_validate_json(json.dumps(own["profile"]))
+    print(f"\n{task}\n{task_profile_text(profile)}")
+    cluster = analytic_cpus()
+    places = grid(overlaps=profile.overlaps)
+    if tiny:
+        places = [one for one in places if one.inference == "inline" and one.num_ranks == 1]
+    plans = {
+        str(one): acting_plan(run, profile, cluster, pins=ActingPins(**asdict(one)))
+        for one in places
+    }
+    pins = ActingPins(inference="inline", num_ranks=1) if tiny else ActingPins()
+    plans["automatic"] = acting_plan(run, profile, cluster, pins=pins)
+    plans["one rank"] = one_group_plan()
+    times: dict[str, list[float]] = own.setdefault("times", {name: [] for name in plans})
+    weights: dict[str, str] = own.setdefault("weights", {})
+    for number in range(1 if tiny else ROUNDS):
+        for name, plan in plans.items():
+            if len(times[name]) <= number:
+                found = taken(run, plan, 2 if tiny else STEPS)
+                weights[name] = found.weights
+                times[name].append(found.step_s)
+                save()
+    return summary(task, plans, {name: statistics.median(x) for name, x in times.items()}, weights)
+
+
+def summary(
+    task: str, plans: dict[str, Plan], seconds: dict[str, float], weights: dict[str, str]
+) -> dict[str, Any]:
+    """Compare the automatic plan with the best of the grid, and predictions with measurements."""
+    rows: list[dict[str, Any]] = []
+    for name, plan in plans.items():
+        expected = plan.prediction.step_time_s if plan.prediction else None
+        error = expected / seconds[name] - 1 if expected else None
+        row = {"placement": name, "measured_s": seconds[name], "predicted_s": expected}
+        rows.append({**row, "error": error, "weights": weights[name][:12]})
+    in_grid = [row for row in rows if row["placement"] not in ("automatic", "one rank")]
+    best = min(in_grid, key=lambda row: row["measured_s"])
+    # Groups of other sizes draw other episodes, and two ranks that train add in another order.
+    same: dict[tuple[int | None, int], set[str]] = {}
+    for name, plan in plans.items():
+        trainers = plan.group(plan.default_group or plan.groups[0].name).num_ranks
+        same.setdefault((plan.group_size, trainers), set()).add(weights[name])
+    same.pop((None, 1), None)
+    return {
+        "task": task,
+        "placements": rows,
+        "best": best["placement"],
+        "chosen": str(plans["automatic"].role_options) + f" {plans['automatic'].nodes}",
+        "automatic_over_best": best["measured_s"] / seconds["automatic"],
+        "automatic_over_one_rank": seconds["one rank"] / seconds["automatic"],
+        "worst_error": max(abs(row["error"]) for row in in_grid),
+        "within_20_percent": sum(abs(row["error"]) <= 0.2 for row in in_grid),
+        "same_weights": all(len(found) == 1 for found in same.values()),
+    }
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure, and print tables."""
+    options = parser(__doc__ or "")
+    options.add_argument("--tiny", action="store_true", help="a part of the grid, in one process")
+    options.add_argument("--tasks", nargs="+", choices=TASKS, help="some of the tasks")
+    options.add_argument("--state", type=Path, help="where measured times are kept, to go on")
+    args = options.parse_args(words)
+    here = str(Path(__file__).parent)  # Ray's processes make environments by name
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split()])
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    file: Path | None = args.state
+    state: dict[str, Any] = {}
+    if file is not None and file.is_file():
+        state = json.loads(file.read_text())
+
+    def save() -> None:
+        if file is not None:
+            file.write_text(json.dumps(state))
+
+    names = args.tasks or (["fast numpy"] if args.tiny else list(TASKS))
+    try:
+        found = [compared(name, state, save, tiny=args.tiny) for name in names]
+    finally:
+        if not args.tiny:
+            executor_kind("ray").end()
+    for one in found:
+        cells = [
+            (
+                row["placement"],
+                f"{1e3 * row['measured_s']:.1f} ms",
+                "" if row["predicted_s"] is None else f"{1e3 * row['predicted_s']:.1f} ms",
+                "" if row["error"] is None else f"{row['error']:+.0%}",
+                row["weights"],
+            )
+            for row in one["placements"]
+        ]
+        print(f"\n{one['task']}")
+        print(table(("placement", "measured", "predicted", "error", "weights"), cells))
+    head = ("task", "over the best", "over one rank", "worst error", "within 20 %", "same weights")
+    cells = [
+        (
+            one["task"],
+            f"{one['automatic_over_best']:.2f}",
+            f"{one['automatic_over_one_rank']:.2f}",
+            f"{one['worst_error']:.0%}",
+            one["within_20_percent"],
+            one["same_weights"],
+        )
+        for one in found
+    ]
+    print("\nthe automatic plan's steps a second\n" + table(head, cells))
+    report({"rounds": ROUNDS, "steps": STEPS, "tasks": found}, args.json)
+
+
+if __name__ == "__main__":
+    main()

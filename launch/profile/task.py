@@ -1,0 +1,312 @@
+"""Measuring a task without a language model: its environments, its policy, its calls, its executor.
+
+First one process acts alone, in groups of several sizes: how long a step takes, of which it waits
+and of which it computes, and how long the policy does. Then the very graph runs a few steps on the
+executor in up to four placements, from which follow the times of the other calls and what the
+executor adds: a call, new weights for a copy, a request to another process. The whole takes less
+than a minute on an idle machine, and most of it is processes that start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import psutil
+from torch import Tensor
+
+from ...algorithms.roles.environment import Actor
+from ...configs.schema import EvaluationConfig
+from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.graph.graph import Constant, Node, Ref
+from ...dataflow.kinds import NodeKind
+from ...dataflow.runtime.call_context import step_scope
+from ...dataflow.runtime.engine import Engine
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.formatting import aligned, percent_text, seconds_text
+from ...planner.inputs.task_profile import (
+    CallProfile,
+    ExecutorProfile,
+    LoopProfile,
+    TaskProfile,
+)
+from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
+from ...workers.envs.overlapped_groups import LoopTimer
+from ...workers.envs.task import EnvRowSource, GameRowSource
+from ..inputs.run import AUTO, Run, executor_kind
+from ..inputs.sizes import stage_schedule
+from ..placement.acting import (
+    acting_nodes,
+    least_groups,
+    num_groups,
+    rows_of,
+    setting_of,
+    team_of,
+)
+from ..placement.machine import machine_name, num_cores
+from ..placement.place import make_executor
+from ..stages.prepare import prepare
+from ..stages.stage_result import node_seconds
+from ..stages.worker_specs import worker_specs
+
+_QUANTILES = (0.1, 0.5, 0.9, 0.99)
+_WARM_UP = 2  # steps of a run that are not looked at
+_FEWEST, _MOST = 4, 40  # steps that are
+_LEAST_ROLLOUTS = 2
+
+
+def profile_task(run: Run, seconds: float) -> TaskProfile:
+    """Measure the main stage of a run, each thing for about so many seconds.
+
+    Raises:
+        ConfigError: If the step has a language model, or acts in nothing.
+    """
+    nodes = acting_nodes(run.main.graph)
+    if not nodes:
+        raise ConfigError(
+            f"'{run.main.graph.name}' acts in no environment or game, so there is no task to "
+            "measure\n    measure the machine: penstock profile, without algorithm= and task="
+        )
+    setting = setting_of(run)  # before a group's size is fixed
+    free = num_groups(run) is None
+    # Calls that follow each other: what they do not account for is the executor's.
+    schedule = replace(run.config.schedule, max_lag=0)
+    run = run.having(evaluation=EvaluationConfig(num_prompts=0, num_episodes=0), schedule=schedule)
+    loops = {node.name: _loops(_grouped(run, None), node, seconds, free=free) for node in nodes}
+    rows = {node.name: rows_of(run.main, node) for node in nodes}
+    measured = _on_executor(run, loops, rows, seconds)
+    return TaskProfile(
+        setting=setting,
+        rows=rows,
+        team=team_of(run),
+        least_groups=least_groups(run.main),
+        loops=loops,
+        overlaps=not any(node.method == "play" for node in nodes),
+        calls=measured.calls,
+        corrections=measured.corrections,
+        executor=measured.executor,
+        process_bytes=psutil.Process().memory_info().rss,
+        cores=num_cores(),
+        machine=f"{machine_name()}, {num_cores()} cores",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _grouped(run: Run, size: int | None) -> Run:
+    """The run with groups of some size, where its task leaves that to the plan."""
+    spec: Any = run.spec
+    if spec.group_size != AUTO:
+        return run
+    task = run.config.task.model_copy(update={"group_size": size})
+    return replace(run.having(task=task), spec=replace(spec, group_size=size))
+
+
+# --- one process that acts alone
+
+
+def _loops(run: Run, node: Node, seconds: float, *, free: bool) -> tuple[LoopProfile, ...]:
+    """Groups of several sizes if the plan may choose them; else of the size that the task has."""
+    run = prepare(run, one_group_plan())
+    rows = rows_of(run.main, node)
+    team = team_of(run)
+    sizes = {rows, rows // 2 // team * team, rows // 8 // team * team}
+    sizes = sizes if free else {-(-rows // (num_groups(run) or 1))}
+    specs = worker_specs(run.main, run, {})
+    return tuple(
+        _loop(run, node, specs, size, seconds / len(sizes)) for size in sorted(sizes) if size
+    )
+
+
+def _loop(run: Run, node: Node, specs: Any, size: int, seconds: float) -> LoopProfile:
+    source = EnvRowSource if node.method == "rollout" else GameRowSource
+    batch, names = source(size, size).batch(0), [node.role or "", *node.roles_given]
+    with ExitStack() as stack:
+        workers: dict[str, Any] = {}
+        for name in names:
+            workers[name] = specs[name].build(WorkerContext(name, seed=run.main.seed))
+            stack.callback(workers[name].close)
+        found: list[LoopProfile] = []
+        began_s = time.perf_counter()
+        while len(found) <= _LEAST_ROLLOUTS or time.perf_counter() - began_s < seconds:
+            timer = LoopTimer()
+            arguments = [_argument(one, batch, workers, timer) for one in node.arguments]
+            with step_scope(len(found)):
+                getattr(workers[node.role or ""], node.method or "")(**dict(arguments))
+            found.append(_turns(size, timer))
+    # The first one makes the environments. What else the machine does only ever adds to a time.
+    return min(found[1:], key=lambda one: one.step_s + one.ask_s)
+
+
+def _turns(size: int, timer: LoopTimer) -> LoopProfile:
+    times, other_s = timer.times(), timer.other_cpu_s()
+    quantiles = np.quantile(timer.steps_s, _QUANTILES)
+    return LoopProfile(
+        rows=size,
+        turns=timer.num_turns,
+        step_s=times.step_s,
+        step_cpu_s=min(times.step_cpu_s, times.step_s),
+        # Of a loop that never waits, other threads compute nothing for it.
+        other_cpu_s=other_s if times.step_cpu_s < times.step_s / 2 else 0.0,
+        ask_s=times.ask_s,
+        ask_cpu_s=min(times.ask_cpu_s, times.ask_s),
+        quantiles_s={f"{q:g}": float(s) for q, s in zip(_QUANTILES, quantiles, strict=True)},
+        spread_s=float(np.std(timer.steps_s)),
+    )
+
+
+def _argument(named: Any, batch: Any, workers: dict[str, Any], timer: LoopTimer) -> tuple[str, Any]:
+    name, value = named
+    if isinstance(value, Constant):
+        return name, value.value
+    if isinstance(value, Ref):
+        return name, cast("Tensor", getattr(batch, value.column))
+    return name, timer.of(cast("Actor", workers[value.role]))
+
+
+# --- a few steps on the executor
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Some steps of a run, without the first."""
+
+    busy_s: dict[str, float]  # call -> seconds that its busiest rank worked on it, the median
+    step_s: float  # of a whole step, the median
+    weights: str  # hashes of all trained roles at the end
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step in which no call computed: calls follow each other here."""
+        return max(0.0, self.step_s - sum(self.busy_s.values()))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    calls: dict[str, CallProfile]
+    corrections: dict[str, float]
+    executor: ExecutorProfile
+
+
+def _on_executor(
+    run: Run, loops: dict[str, tuple[LoopProfile, ...]], rows: dict[str, int], seconds: float
+) -> _Measured:
+    graph = run.main.graph
+    acting = {name: loop[-1] for name, loop in loops.items()}  # the largest groups
+    groups = {name: -(-rows[name] // loop.rows) for name, loop in acting.items()}
+    turns_s = {
+        name: loop.turns * groups[name] * (loop.step_s + loop.ask_s)
+        for name, loop in acting.items()
+    }
+    steps = round(min(_MOST, max(_FEWEST, seconds / sum(turns_s.values()))))
+    whole = _grouped(run, None)
+    one = taken(whole, _one_by_one(whole, one_group_plan()), steps)
+    names = [node.name for node in graph.nodes if node.kind is not NodeKind.SOURCE]
+    call_s = max(one.rest_s / len(names), 1e-6)
+    corrections = {name: max(1e-3, one.busy_s[name] / turns_s[name]) for name in acting}
+    kind = executor_kind(run.executor.kind)
+    executor = ExecutorProfile(name=kind.name, call_s=call_s)
+    two: Steps | None = None
+    if kind.has_processes:
+        roles = {graph[name].role for name in acting}
+        kept = [r for r, one in graph.roles.items() if one.keeps_state and r not in roles]
+        size, team = min(rows.values()) // 2, team_of(run)
+        halves = _grouped(run, size // team * team or None)
+        if not kept and (num_groups(halves) or 1) > 1:
+            both = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
+            with suppress(ConfigError, PlanError):  # rows that two ranks cannot share
+                two = taken(halves, _one_by_one(whole, both), steps)
+        copied = taken(whole, _apart(run, {}), steps)
+        actors = {role for name in acting for role in graph[name].roles_given}
+        served = taken(whole, _apart(run, dict.fromkeys(actors, "learner")), steps)
+        asked_s = sum(served.busy_s[name] - copied.busy_s[name] for name in acting)
+        asked_s /= sum(loop.turns * groups[name] for name, loop in acting.items())
+        executor = ExecutorProfile(
+            name=kind.name,
+            call_s=call_s,
+            publish_s=max(0.0, copied.rest_s - len(names) * call_s),
+            request_s=max(0.0, asked_s),
+            request_cpu_s=max(0.0, asked_s),  # messages on one machine are computed, not waited for
+        )
+    calls = {
+        name: CallProfile(
+            one_rank_s=one.busy_s[name], two_ranks_s=None if two is None else two.busy_s[name]
+        )
+        for name in names
+        if name not in acting
+    }
+    return _Measured(calls, corrections, executor)
+
+
+def _apart(run: Run, served: dict[str, str]) -> Plan:
+    """One process that trains and one that acts."""
+    roles = {node.role or "" for node in acting_nodes(run.main.graph)}
+    groups = (GroupPlan(name="learner"), GroupPlan(name="acting", served=served))
+    return _one_by_one(run, Plan(groups=groups, nodes=dict.fromkeys(roles, "acting")))
+
+
+def _one_by_one(run: Run, plan: Plan) -> Plan:
+    """The plan with groups of environments that are not overlapped."""
+    roles = [n.role or "" for n in acting_nodes(run.main.graph) if n.method == "rollout"]
+    return plan.model_copy(update={"role_options": {role: {"num_overlapped": 1} for role in roles}})
+
+
+def taken(run: Run, plan: Plan, num_steps: int) -> Steps:
+    """Take so many steps of a run's main stage under a plan, and two before that do not count."""
+    run = prepare(run, plan)
+    stage = run.main
+    engine = Engine(
+        stage.graph,
+        stage.placement,
+        workers=worker_specs(stage, run, {}),
+        schedule=stage_schedule(stage.graph, run.config.schedule),
+        seed=stage.seed,
+        executor=make_executor(run.executor),
+    )
+    busy: dict[str, list[float]] = {}
+    ends_s: list[float] = []
+    with engine:
+        for step in engine.run(run.sources[stage.name], _WARM_UP + num_steps):
+            ends_s.append(time.perf_counter())
+            if len(ends_s) > _WARM_UP:
+                for node, seconds in node_seconds(step.spans).items():
+                    busy.setdefault(node, []).append(seconds)
+        roles = sorted(stage.graph.learning_roles)
+        weights = " ".join(engine.call(role, "weights_sha256") for role in roles)
+    times = [end - begin for begin, end in zip(ends_s, ends_s[1:], strict=False)]
+    return Steps(
+        {node: statistics.median(seconds) for node, seconds in busy.items()},
+        statistics.median(times[_WARM_UP - 1 :]),
+        weights,
+    )
+
+
+# --- a profile as text
+
+
+def task_profile_text(profile: TaskProfile) -> str:
+    rows = [["acts", "rows", "turns", "a step", "of it waiting", "median", "99 %", "the actor"]]
+    for name, loops in profile.loops.items():
+        for loop in loops:
+            waits = 1.0 - loop.step_cpu_s / loop.step_s if loop.step_s else 0.0
+            quantiles = (seconds_text(loop.quantiles_s.get(q, 0.0)) for q in ("0.5", "0.99"))
+            rows.append([
+                name, str(loop.rows), str(loop.turns), seconds_text(loop.step_s),
+                percent_text(waits), *quantiles, seconds_text(loop.ask_s),
+            ])  # fmt: skip
+    calls = [["call", "one rank", "two ranks"]]
+    for name, call in profile.calls.items():
+        two = "-" if call.two_ranks_s is None else seconds_text(call.two_ranks_s)
+        calls.append([name, seconds_text(call.one_rank_s), two])
+    adds = profile.executor
+    costs = [
+        [f"a call ({adds.name.replace('_', ' ')})", seconds_text(adds.call_s)],
+        ["weights into a copy", seconds_text(adds.publish_s)],
+        ["a request to another process", seconds_text(adds.request_s)],
+    ]
+    tables = (aligned(rows, range(1, 8)), aligned(calls, (1, 2)), aligned(costs, (1,)))
+    return "\n\n".join([profile.machine, *map("\n".join, tables)])

@@ -1,0 +1,136 @@
+"""Seconds of a step that acts in environments or games, in any placement of acting.
+
+A rollout is a loop of `turns`: step a group, ask the actor. One of A ranks has its share of G
+groups and turns k of them at once (`overlapped_groups.py`), and all ranks together cannot compute
+more than the cores there are:
+
+    rollout = max(turns * round_s(k, groups of a rank), computing of all ranks / cores)
+
+Served, every turn also waits for a request, and one process answers all of them:
+
+    rollout >= turns * G * (the actor's answer + the server's share of a request)
+
+The other calls are as they were measured, and each costs what its executor adds to a call, once for
+each part of its rows that it is given. A step takes what the engine's scheduler makes of these
+times, and never less than all that is computed takes on the cores there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...dataflow.graph.graph import Graph
+from ...dataflow.kinds import NodeKind
+from ..inputs.task_profile import Inference, TaskProfile
+from .overlapped_groups import LoopTimes, round_s
+
+NOT_WORK = ("calls", "weight_move")  # parts of a call's seconds that no rank spends on it
+
+# E of the largest of n standard normal numbers, for the slowest of n ranks
+_SLOWEST = {1: 0.0, 2: 0.564, 3: 0.846, 4: 1.029, 8: 1.424}
+
+
+@dataclass(frozen=True, order=True)
+class ActingLayout:
+    """A way to place a step's acting."""
+
+    inference: Inference
+    num_ranks: int  # processes that act; with `inline` they train as well
+    num_groups: int  # groups that a step's environments or games fall into
+    num_overlapped: int  # of its groups, those that a process steps at the same time
+
+    @property
+    def num_processes(self) -> int:
+        beside = {"inline": 0, "copied": 1, "served": 2, "served by the trainer": 1}
+        return self.num_ranks + beside[self.inference]
+
+    def __str__(self) -> str:
+        ranks = "process" if self.num_ranks == 1 else "processes"
+        groups = "group" if self.num_groups == 1 else "groups"
+        at_once = f", {self.num_overlapped} at once in each" if self.num_overlapped > 1 else ""
+        return (
+            f"{self.inference}, {self.num_ranks} acting {ranks}, {self.num_groups} {groups} of "
+            f"environments{at_once}"
+        )
+
+
+@dataclass(frozen=True)
+class ActingTimes:
+    """Predicted times of a step under one layout."""
+
+    parts_s: Mapping[str, Mapping[str, float]]  # call -> part -> elapsed seconds
+    cpu_s: float  # seconds of cores that a step computes, of all processes together
+    busy_s: Mapping[str, float]  # "acting" and "learner" -> seconds of each step; one if inline
+
+    @property
+    def durations_s(self) -> dict[str, float]:
+        return {name: sum(parts.values()) for name, parts in self.parts_s.items()}
+
+
+def acting_times(
+    graph: Graph, profile: TaskProfile, layout: ActingLayout, cores: int
+) -> ActingTimes:
+    parts: dict[str, dict[str, float]] = {}
+    busy = dict.fromkeys(("acting", "learner"), 0.0)
+    cpu_s, call_s = 0.0, profile.executor.call_s
+    apart = layout.inference != "inline"
+    trainers = 1 if apart else layout.num_ranks
+    for node in graph.nodes:
+        if node.kind is NodeKind.SOURCE:
+            continue
+        if node.name in profile.loops:
+            found, computed_s = rollout_parts(profile, node.name, layout, cores)
+            where = "acting" if apart else "learner"
+        else:
+            work_s = profile.calls[node.name].on(trainers)
+            # Each part of the rows that acting ranks hand over is a call of its own.
+            num_parts = layout.num_ranks if apart and node.scope != "batch" else 1
+            found = {"work": work_s, "calls": num_parts * call_s}
+            computed_s = work_s * trainers + found["calls"]
+            where = "learner"
+        parts[node.name] = {name: seconds for name, seconds in found.items() if seconds}
+        busy[where] += sum(found.values())
+        cpu_s += computed_s
+    return ActingTimes(parts, cpu_s, {name: s for name, s in busy.items() if s or not apart})
+
+
+def rollout_parts(
+    profile: TaskProfile, call: str, layout: ActingLayout, cores: int
+) -> tuple[dict[str, float], float]:
+    """Parts of the elapsed seconds of a rollout, and the seconds of cores that it computes."""
+    executor, rows = profile.executor, profile.rows[call]
+    loop = profile.loop(call, math.ceil(rows / layout.num_groups))
+    served = layout.inference.startswith("served")
+    asks_s = executor.request_s if served else 0.0
+    # Of a request the asking side computes about half, and holds the interpreter meanwhile.
+    asks_cpu_s = executor.request_cpu_s / 2.0 if served else 0.0
+    alone = LoopTimes(
+        step_s=loop.step_s,
+        step_cpu_s=loop.step_cpu_s,
+        ask_s=loop.ask_s + asks_s,
+        ask_cpu_s=asks_cpu_s if served else loop.ask_cpu_s,
+    )
+    groups = math.ceil(layout.num_groups / layout.num_ranks)
+    scale = profile.corrections.get(call, 1.0)
+    turning_s = scale * loop.turns * round_s(alone, layout.num_overlapped, groups)
+    turns = loop.turns * layout.num_groups
+    per_turn_s = loop.step_cpu_s + loop.other_cpu_s + loop.ask_cpu_s
+    per_turn_s += executor.request_cpu_s if served else 0.0
+    computed_s = scale * turns * per_turn_s
+    answering_s = scale * turns * (loop.ask_cpu_s + asks_cpu_s) if served else 0.0
+    slowest = _SLOWEST.get(layout.num_ranks, math.sqrt(2.0 * math.log(layout.num_ranks)))
+    spread_s = scale * slowest * loop.spread_s * math.sqrt(loop.turns * groups)
+    rolled_s = max(turning_s + spread_s, computed_s / cores, answering_s)
+    shares = {
+        "environments": loop.step_s,
+        "actor": loop.ask_s,
+        "requests": asks_s,
+    }
+    whole = sum(shares.values())
+    parts = {name: rolled_s * share / whole for name, share in shares.items()}
+    parts["calls"] = executor.call_s
+    if layout.inference in ("copied", "served"):
+        parts["weight_move"] = executor.publish_s
+    return parts, computed_s + executor.call_s * layout.num_ranks

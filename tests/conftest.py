@@ -81,6 +81,26 @@ _KEPT_THREADS = ("tqdm_monitor", "fsspecIO")
 """Threads that libraries start once, on first use, and keep."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while everything is imported, and look at none of that ever again.
+
+    Of a million objects each full collection takes a second of a core.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Else what C++ has made is not taken apart at the end, and some of it complains."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no process is left alone with one at the end.
 

@@ -33,10 +33,16 @@ def serve(listening: socket.socket) -> None:
     import gc
     import importlib
     import signal
+    from importlib.util import find_spec
+
+    import torch
+    from penstock.workers.engines.megatron_engine.groups import prepare_megatron
 
     parent = os.getppid()
     for name in _PRELOADED:
         importlib.import_module(name)
+    if find_spec("megatron") and torch.version.cuda is None:
+        prepare_megatron("cpu")
     gc.collect()
     gc.freeze()  # else the first collection in each child would copy all that was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no fork stays as a zombie

@@ -31,6 +31,7 @@ def forked_workers() -> Generator[None]:
         yield
         return
     from ray._private import services  # pyright: ignore[reportPrivateImportUsage]
+    from ray._private.node import Node
 
     start = services.start_raylet
 
@@ -43,12 +44,23 @@ def forked_workers() -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "start_raylet", start_raylet)
+        # Each of these two starts an interpreter for what nothing here asks of Ray.
+        patch.setattr(services, "start_api_server", _no_dashboard)
+        patch.setattr(Node, "start_monitor", _no_autoscaler)
         patch.setenv(NAME, f"penstock-ray-forks-{os.getpid()}")
         yield
     while _SERVERS:
         server = _SERVERS.pop()
         server.kill()
         server.wait()
+
+
+def _no_dashboard(*_: Any, **__: Any) -> tuple[str, None]:
+    return "", None
+
+
+def _no_autoscaler(node: Any) -> None:
+    del node
 
 
 def _start_server() -> subprocess.Popen[bytes]:

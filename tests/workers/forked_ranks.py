@@ -7,6 +7,7 @@ more than most groups compute. A script of ranks ends with `fork_groups(main)`; 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -65,6 +66,8 @@ def fork_groups(main: Main) -> None:
     torch.set_num_threads(1)
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else the first collection in each child would copy all that was imported
     folder, *words = sys.argv[1:]
     begins = [place for place, word in enumerate(words) if word.isdecimal()]
     for number, (begin, end) in enumerate(

@@ -28,6 +28,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors.process_backend import CallFailed, NotInTime, ProcessDied
 from penstock.workers.executors.registry import ExecutorKind
@@ -44,6 +45,7 @@ _PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "reasoning_gym",
     "pytest",
+    "tests.workers.executors.frozen",  # the last one
 )
 """What most processes import: 3 to 12 s of processor time for each that is not a fork of it."""
 
@@ -193,7 +195,9 @@ def start_helpers() -> ForkServerContext:
     """What Python keeps once it is used; for before a test is checked for what it leaves."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", _ROOT)  # `frozen` takes it away again
+        forkserver.ensure_running()
     resource_tracker.ensure_running()
     return context
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -77,6 +78,7 @@ def groups(train: DeviceGroup, rollout: DeviceGroup, *, within: bool) -> dict[st
     return {"main": train, "rollout": own}
 
 
+NIGHT = pytest.mark.nightly
 EVALUATED = {
     "torch dp2 -> tp2": ("torch", (2, 1, 1), (1, 2, 1), {}),
     "fsdp2 -> tp2": ("fsdp2", (1, 2, 1), (1, 2, 1), {"shards": 1}),
@@ -123,7 +125,12 @@ def evaluated(name: str, backend: Backend, *, within: bool, apart: bool = False)
     return found(run, placement, backend)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+def some(names: Iterable[str], *others: str) -> list[Any]:
+    """All of them in `make test-all`, the others alone in `make test`."""
+    return [pytest.param(name, marks=() if name in others else NIGHT) for name in names]
+
+
+@pytest.mark.parametrize("name", some(EVALUATED, "torch dp2 -> tp2", "megatron pp2 -> tp2"))
 @ON_RAY_AT_NIGHT
 def test_it_evaluates_as_groups_that_take_turns(backend: Backend, name: str) -> None:
     within, turns = (evaluated(name, backend, within=own) for own in (True, False))
@@ -148,7 +155,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", some(PAIRS, "pp2 -> dp2", "fsdp4 -> tp2"))
 @ON_RAY_AT_NIGHT
 def test_it_computes_what_groups_that_take_turns_compute(backend: Backend, pair: str) -> None:
     assert_equal(backend, pair, "float32")

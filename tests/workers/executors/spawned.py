@@ -118,7 +118,8 @@ def _live(make: Callable[..., Any], folder: Path, connection: Connection) -> Non
             results = found if len(refs) > 1 else (found,)
         except Exception as error:  # noqa: BLE001 - it is passed on
             results = [_Raised(traceback.format_exc(), error)] * len(refs)
-        for ref, result in zip(refs, results, strict=True):
+        # The first one is waited for, and says that all are there.
+        for ref, result in reversed([*zip(refs, results, strict=True)]):
             home.write(ref, result)
         connection.send(refs)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from ...dataflow.graph.graph import Graph
 from ...dataflow.kinds import NodeKind
@@ -27,9 +28,6 @@ from ..inputs.task_profile import Inference, TaskProfile
 from .overlapped_groups import LoopTimes, round_s
 
 NOT_WORK = ("calls", "weight_move")  # parts of a call's seconds that no rank spends on it
-
-# E of the largest of n standard normal numbers, for the slowest of n ranks
-_SLOWEST = {1: 0.0, 2: 0.564, 3: 0.846, 4: 1.029, 8: 1.424}
 
 
 @dataclass(frozen=True, order=True)
@@ -93,7 +91,7 @@ def acting_times(
         parts[node.name] = {name: seconds for name, seconds in found.items() if seconds}
         busy[where] += sum(found.values())
         cpu_s += computed_s
-    return ActingTimes(parts, cpu_s, {name: s for name, s in busy.items() if s or not apart})
+    return ActingTimes(parts, cpu_s, {name: s for name, s in busy.items() if s or apart})
 
 
 def rollout_parts(
@@ -120,14 +118,11 @@ def rollout_parts(
     per_turn_s += executor.request_cpu_s if served else 0.0
     computed_s = scale * turns * per_turn_s
     answering_s = scale * turns * (loop.ask_cpu_s + asks_cpu_s) if served else 0.0
-    slowest = _SLOWEST.get(layout.num_ranks, math.sqrt(2.0 * math.log(layout.num_ranks)))
+    # Blom's approximation of the largest of n standard normal numbers, for the slowest of n ranks
+    slowest = NormalDist().inv_cdf((layout.num_ranks - 0.375) / (layout.num_ranks + 0.25))
     spread_s = scale * slowest * loop.spread_s * math.sqrt(loop.turns * groups)
     rolled_s = max(turning_s + spread_s, computed_s / cores, answering_s)
-    shares = {
-        "environments": loop.step_s,
-        "actor": loop.ask_s,
-        "requests": asks_s,
-    }
+    shares = {"environments": loop.step_s, "actor": loop.ask_s, "requests": asks_s}
     whole = sum(shares.values())
     parts = {name: rolled_s * share / whole for name, share in shares.items()}
     parts["calls"] = executor.call_s

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import get_args
 
 from ...dataflow.errors import InfeasibleError, PlanError
@@ -61,7 +60,7 @@ def plan_acting(
         pins: Parts that are fixed.
 
     Raises:
-        PlanError: If a cost is unknown, or the cluster has not what the pins need.
+        PlanError: If a cost or the number of cores is unknown; `InfeasibleError` if nothing fits.
     """
     began_s = time.monotonic()
     _check_known(graph, profile)
@@ -73,21 +72,24 @@ def plan_acting(
     ]
     if not found:
         raise _nothing_fits(profile, cluster, cores, num_groups, pins)
-    tried = [
-        _bounded(graph, profile, layout, lag, cores) for layout, lag in product(found, max_lag)
-    ]
-    played = search_acting(graph, profile, tried, cores)
+    ranked = [search_acting(graph, profile, found, lag, cores) for lag in sorted(set(max_lag))]
+    ranked.sort(key=lambda tried: tried[0].step_time_s)
     taken_s = time.monotonic() - began_s
-    return _written(graph, profile, cluster, played, taken_s, chooses_groups=num_groups is None)
+    return _written(graph, profile, cluster, ranked, taken_s, chooses_groups=num_groups is None)
 
 
 def search_acting(
-    graph: Graph, profile: TaskProfile, tried: Sequence[Tried], cores: int
+    graph: Graph, profile: TaskProfile, found: Sequence[ActingLayout], max_lag: int, cores: int
 ) -> list[Tried]:
-    """All layouts, the fastest first; those whose bound is above the second best are not played."""
+    """All layouts under one lag, the fastest first; the first two at least are played through."""
+    tried: list[Tried] = []
+    for layout in found:
+        times = acting_times(graph, profile, layout, cores)
+        bound_s = max(times.cpu_s / cores, *times.busy_s.values())
+        tried.append(Tried(layout, max_lag, times, bound_s, bound_s))
     played: list[Tried] = []
     best_s = second_s = math.inf
-    for one in sorted(tried, key=lambda one: (one.bound_s, one.layout, one.max_lag)):
+    for one in sorted(tried, key=lambda one: (one.bound_s, one.layout)):
         if one.bound_s <= second_s:
             one = play(graph, profile, one, cores)
             best_s, second_s = sorted((best_s, second_s, one.step_time_s))[:2]
@@ -152,14 +154,6 @@ def _divides(graph: Graph, profile: TaskProfile) -> bool:
         for node in graph.nodes
         if node.kind is NodeKind.TRAIN
     )
-
-
-def _bounded(
-    graph: Graph, profile: TaskProfile, layout: ActingLayout, max_lag: int, cores: int
-) -> Tried:
-    times = acting_times(graph, profile, layout, cores)
-    bound_s = max(times.cpu_s / cores, *times.busy_s.values())
-    return Tried(layout, max_lag, times, bound_s, bound_s)
 
 
 # --- what is refused
@@ -228,7 +222,12 @@ def _nothing_fits(
             f"{text}: a process takes {bytes_text(profile.process_bytes)}, and its nodes have "
             f"{bytes_text(_host_bytes(cluster))} of host memory (cluster.host_bytes)"
         )
-    return InfeasibleError(f"{text} with {pins or 'its cores'}\n    leave out a pin")
+    if pins == ActingPins():
+        return InfeasibleError(
+            f"{text}: the rows of a step do not fall into {profile.least_groups} or more equal "
+            "groups\n    raise algorithm.per_step"
+        )
+    return InfeasibleError(f"{text} with {pins}\n    leave out a pin")
 
 
 # --- what is written
@@ -238,9 +237,7 @@ def _groups(
     graph: Graph, profile: TaskProfile, layout: ActingLayout, cluster: ClusterSpec | None = None
 ) -> tuple[GroupPlan, ...]:
     """The groups of a layout; over several nodes of CPUs their devices say on which each is."""
-    actors = dict.fromkeys(
-        role for call in profile.loops for role in graph[call].roles_given
-    )  # fmt: skip
+    actors = dict.fromkeys(role for call in profile.loops for role in graph[call].roles_given)
     sizes = {"learner": 1, "acting": layout.num_ranks}
     if layout.inference == "inline":
         sizes = {"all": layout.num_ranks}
@@ -268,15 +265,16 @@ def _written(
     graph: Graph,
     profile: TaskProfile,
     cluster: ClusterSpec,
-    played: Sequence[Tried],
+    ranked: Sequence[Sequence[Tried]],
     search_time_s: float,
     *,
     chooses_groups: bool,
 ) -> Plan:
-    best = played[0]
+    """The plan of the first layout under the first lag, with the best of each other lag."""
+    best, *rest = ranked[0]
     layout = best.layout
-    second = next((one for one in played if one.layout != layout), None)
-    others = [one for one in played if one.layout == layout and one.max_lag != best.max_lag]
+    second = rest[0] if rest else None
+    others = [tried[0] for tried in ranked[1:]]
     cores = cluster.num_cores
     prediction = Prediction(
         step_time_s=best.step_time_s,
@@ -293,7 +291,7 @@ def _written(
             OtherSchedule(max_lag=one.max_lag, step_time_s=one.step_time_s) for one in others
         ),
     )
-    roles = {graph[call].role or "" for call in profile.loops if profile.overlaps}
+    roles = [graph[call].role or "" for call in profile.loops if profile.overlaps]
     rows = math.gcd(*profile.rows.values())
     return Plan(
         groups=_groups(graph, profile, layout, cluster),

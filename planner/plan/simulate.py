@@ -89,8 +89,8 @@ def simulate(
     if unknown:
         raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
     served = served or {}
-    asked = (server for group in set(nodes.values()) for server in served.get(group, {}).values())
-    names = dict.fromkeys([*nodes.values(), *asked])
+    names = dict.fromkeys(nodes.values())
+    names |= dict.fromkeys(server for name in names for server in served.get(name, {}).values())
     num_parts = max((len(parts) for parts in (parts_s or {}).values()), default=0)
     schedule = Schedule(max_lag=max_lag, streaming=num_parts)
     groups = tuple(DeviceGroup(name, served=served.get(name, {})) for name in names)

@@ -14,7 +14,7 @@ from penstock.dataflow.errors import InfeasibleError, PlanError
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
-from penstock.planner.cost.acting import ActingLayout, acting_times
+from penstock.planner.cost.acting import ActingLayout, acting_times, rollout_parts
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.task_profile import (
     ActingPins,
@@ -116,6 +116,21 @@ def test_a_rollout_takes_as_long_as_its_formula_says() -> None:
     assert times.parts_s["actor.train"]["calls"] == 2e-3
 
 
+def test_the_slowest_of_more_processes_takes_longer() -> None:
+    uneven = loop(8, 2e-3).model_copy(update={"spread_s": 1e-3})
+    found = profile(ppo(), uneven)
+    extra_s = [
+        sum(rollout_parts(found, "env.rollout", ActingLayout("inline", n, n, 1), 64)[0].values())
+        - sum(rollout_parts(found, "env.rollout", ActingLayout("inline", 1, 1, 1), 64)[0].values())
+        for n in range(1, 17)
+    ]
+    assert extra_s == sorted(extra_s)
+    # The largest of 2, 4, 8 and 16 standard normal numbers on average, by published tables; the
+    # approximation is within 5 % of them.
+    for n, expected in {2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766}.items():
+        assert extra_s[n - 1] == pytest.approx(expected * 1e-3 * 32**0.5, rel=0.05)
+
+
 def test_environments_that_wait_are_overlapped_and_those_that_compute_have_a_process_each() -> None:
     graph = ppo()
     sleeping = planned(graph, profile(graph, loop(1, 5e-3, 0.01), loop(8, 4e-2, 0.01)))
@@ -193,6 +208,11 @@ def test_the_search_equals_brute_force(number: int) -> None:
     assert plan.prediction is not None
     assert plan.prediction.step_time_s == pytest.approx(best_s, rel=1e-9)
     assert plan.prediction.gap == 0.0
+    others = {other.max_lag: other.step_time_s for other in plan.prediction.other_schedules}
+    assert others.keys() == {*lags} - {plan.max_lag}
+    for lag, step_s in others.items():
+        best_s = min(one.step_time_s for one in every if one.max_lag == lag)
+        assert step_s == pytest.approx(best_s, rel=1e-9)
 
 
 def test_a_plan_says_what_it_chose_and_why() -> None:
@@ -246,6 +266,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rows fall into 1 group (task.group_size)\n    set task.group_size=auto, or leave the "
         "pin out",
     ),
+    "groups that do not divide the rows": (
+        {"pins": ActingPins(num_groups=3)},
+        "no placement of acting fits cluster 'ours' with plan.pins.acting.num_groups=3\n    leave "
+        "out a pin",
+    ),
+    "rows that are one team": (
+        {"team": 8, "least_groups": 2},
+        "no placement of acting fits cluster 'ours': the rows of a step do not fall into 2 or more "
+        "equal groups\n    raise algorithm.per_step",
+    ),
     "memory": (
         {"on": cluster(host_bytes=100 << 20)},
         "no placement of acting fits cluster 'ours': a process takes 400 MiB, and its nodes have "
@@ -258,7 +288,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_planned_is_refused_by_name(case: str) -> None:
     asked, message = REFUSED[case]
     graph = ppo()
-    found = profile(graph, loop(8, 1e-3), process_bytes=400 << 20)
+    fields = {key: asked[key] for key in ("team", "least_groups") if key in asked}
+    asked = {key: value for key, value in asked.items() if key not in fields}
+    found = profile(graph, loop(8, 1e-3), process_bytes=400 << 20, **fields)
     with pytest.raises((PlanError, InfeasibleError)) as caught:
         planned(graph, found, **asked)
     assert str(caught.value) == message

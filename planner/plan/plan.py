@@ -315,6 +315,11 @@ class Plan(PlanData):
         named = {node.name: node for node in graph.nodes if node.role}
         keys = [("a layout", name) for name in self.layouts]
         keys += [("micro_batch_tokens", name) for name in self.micro_batch_tokens]
+        for role in self.role_options.keys() - graph.roles.keys():
+            raise PlanError(
+                f"the plan has role_options for '{role}', which is no role of graph "
+                f"'{graph.name}'\n    give one of {', '.join(graph.roles)}"
+            )
         for key, name in keys:
             if name not in named:
                 raise PlanError(

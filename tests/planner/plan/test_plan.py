@@ -56,6 +56,16 @@ def test_a_layout_that_does_not_fit_is_refused(layouts: dict[str, Layout], said:
         split_plan().model_copy(update={"layouts": layouts}).placement(ppo())
 
 
+def test_options_of_a_role_that_is_not_there_are_refused() -> None:
+    plan = split_plan().model_copy(update={"role_options": {"env": {"num_overlapped": 2}}})
+    said = (
+        "the plan has role_options for 'env', which is no role of graph 'ppo'\n    give one of "
+        "actor, critic, "
+    )
+    with pytest.raises(PlanError, match=re.escape(said)):
+        plan.placement(ppo())
+
+
 def test_groups_may_share_devices() -> None:
     groups = (GroupPlan(name="a", devices=(0, 1)), GroupPlan(name="b", devices=(1, 2)))
     plan = Plan(groups=groups, nodes={"actor.generate": "b"})

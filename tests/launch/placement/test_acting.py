@@ -189,6 +189,13 @@ def test_a_run_follows_its_plan_wherever_acting_happens(penstock: Penstock, tmp_
     assert summary["nodes"]["env.rollout"]["measured_s"] > 0
     assert summary["predicted_step_time_s"] > 0
     hashes = {summary["weights_sha256"]}
+    fewer = ("algorithm.num_steps=2", "algorithm.optimizer.total_calls=3")
+    said = penstock("run", *words, *fewer, "checkpoint_every=1", f"runs={tmp_path}/stopped")
+    assert said.code == 0, said.err
+    (stopped,) = Path("stopped").iterdir()
+    said = penstock("run", f"resume={tmp_path}/{stopped}", "algorithm.num_steps=3")
+    assert said.code == 0, said.err
+    hashes.add(json.loads((stopped / "summary.json").read_text())["weights_sha256"])
     learned = penstock("plan", *WORDS, f"task_profile={folder}", "cluster=cpu", "output=next.json")
     assert learned.code == 0, learned.err
     assert f"corrected by {folder.name}" in " ".join(learned.out.split())

@@ -58,6 +58,9 @@ _QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _WARM_UP = 2  # steps of a run that are not looked at
 _FEWEST, _MOST = 4, 40  # steps that are
 _LEAST_ROLLOUTS = 2
+_SETTLE_S = 6.0  # longest wait for a machine at rest
+_LOOK_S = 0.3  # for which its cores are looked at
+_AT_REST = 25.0  # percent of all cores
 
 
 def profile_task(run: Run, seconds: float) -> TaskProfile:
@@ -270,6 +273,8 @@ def taken(run: Run, plan: Plan, num_steps: int) -> Steps:
     busy: dict[str, list[float]] = {}
     ends_s: list[float] = []
     with engine:
+        if executor_kind(run.executor.kind).has_processes:
+            _settle()
         for step in engine.run(run.sources[stage.name], _WARM_UP + num_steps):
             ends_s.append(time.perf_counter())
             if len(ends_s) > _WARM_UP:
@@ -283,6 +288,13 @@ def taken(run: Run, plan: Plan, num_steps: int) -> Steps:
         statistics.median(times[_WARM_UP - 1 :]),
         weights,
     )
+
+
+def _settle() -> None:
+    """Wait until the machine rests: processes that are started in advance compute for seconds."""
+    until_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < until_s and psutil.cpu_percent(_LOOK_S) > _AT_REST:
+        pass
 
 
 # --- a profile as text

@@ -67,6 +67,7 @@ from ..placement.machine import (
     has_fast_bfloat16,
     labels_of,
     most_ranks,
+    num_cores,
     option_of,
     threads_of,
 )
@@ -154,6 +155,7 @@ class MeasuredNode:
     device_name: str = ""  # its GPUs' name in an option of `cluster=`; "" for the maker's name
     # labels that a machine needs to have such devices
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    cores: int | None = None  # processor cores of the machine; None if that is not known
 
     def is_like(self, other: MeasuredNode) -> bool:
         first, second = self.ranks[0], other.ranks[0]
@@ -219,6 +221,7 @@ def measured_cluster(
                 devices_per_node=len(kind[0].ranks),
                 device=_device(device, kind[0].device_name, ranks),
                 within=within,
+                cores_per_node=min((node.cores for node in kind if node.cores), default=None),
                 labels=kind[0].labels,
             )
         )
@@ -294,7 +297,8 @@ def _on_this_machine(
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as name:
         _run(requests, name)
         answers = [answer_file(Path(name), rank).read_text() for rank in range(num_ranks)]
-    return [MeasuredNode([*map(RankResult.model_validate_json, answers)])], threads
+    results = [*map(RankResult.model_validate_json, answers)]
+    return [MeasuredNode(results, cores=num_cores())], threads
 
 
 def _run(requests: Sequence[RankRequest], folder: str) -> None:
@@ -356,6 +360,7 @@ class Seats:
     num_threads: int  # torch threads of each, if the cores are shared out evenly
     device_name: str  # what an option of `cluster=` calls its GPUs; "" if none does
     labels: Mapping[str, str]  # what names its GPUs
+    cores: int | None  # processor cores of the machine; None if it offers none
 
 
 def seats_on(machines: Sequence[Machine], device: str, num_ranks: int | None) -> list[Seats]:
@@ -372,9 +377,10 @@ def seats_on(machines: Sequence[Machine], device: str, num_ranks: int | None) ->
                 f"{'' if number == 1 else 's'}\n    it is the number of ranks on each machine"
             )
         ranks = num_ranks or (most_ranks(number) if device == "cpu" else number)
-        threads = max(1, int(machine.total.get("CPU", 0)) // ranks)
+        cores = int(machine.total.get("CPU", 0))
+        threads = max(1, cores // ranks)
         name = option_of(machine, options_of("cluster")) or ""
-        found.append(Seats(ranks, threads, name, labels_of(machine)))
+        found.append(Seats(ranks, threads, name, labels_of(machine), cores or None))
     if not found:
         raise ConfigError(
             f"'device' is '{device}', but none of the {len(machines)} nodes of the cluster that "
@@ -402,7 +408,7 @@ def _on_cluster(
     measured: list[MeasuredNode] = []
     for number, seat in enumerate(seats):
         own = [rank for rank, node in zip(found, nodes, strict=True) if node == number]
-        measured.append(MeasuredNode(own, seat.device_name, seat.labels))
+        measured.append(MeasuredNode(own, seat.device_name, seat.labels, seat.cores))
     return measured, threads
 
 

@@ -109,6 +109,7 @@ def test_every_machine_with_such_devices_has_ranks() -> None:
     seats = seats_on([machine("head", CPU=4.0), eight, machine("c", GPU=2.0)], "cuda", None)
     assert [(one.num_ranks, one.num_threads) for one in seats] == [(8, 8), (2, 1)]
     assert [(one.device_name, dict(one.labels)) for one in seats] == [("h100", name), ("", {})]
+    assert [one.cores for one in seats] == [64, None]
     cpus = seats_on([machine("a", CPU=32.0), machine("b", CPU=2.0)], "cpu", None)
     assert [(one.num_ranks, one.num_threads) for one in cpus] == [(8, 4), (2, 1)]
 

@@ -238,7 +238,10 @@ def found(name: str, speed: float, within: LinkTimes | None = WITHIN) -> RankRes
 
 
 def test_nodes_with_other_devices_are_groups_of_their_own() -> None:
-    fast = [MeasuredNode([found("H100", s), found("H100", 9.0)], "h100") for s in (5.0, 4.0)]
+    fast = [
+        MeasuredNode([found("H100", s), found("H100", 9.0)], "h100", cores=n)
+        for s, n in ((5.0, 64), (4.0, 32))
+    ]
     slow = MeasuredNode([found("A100", 2.0), found("A100", 2.0)], labels={"rack": "b"})
     kinds = alike([fast[0], slow, fast[1]])
     notes: list[str] = []
@@ -247,6 +250,7 @@ def test_nodes_with_other_devices_are_groups_of_their_own() -> None:
     first, second = cluster.node_groups
     assert (first.num_nodes, first.devices_per_node, first.device.name) == (2, 2, "h100")
     assert (second.num_nodes, second.device.name, dict(second.labels)) == (1, "A100", {"rack": "b"})
+    assert (first.cores_per_node, second.cores_per_node) == (32, None)
     assert first.device.flops_per_s == {"bfloat16": 4.0}  # of the slowest
     assert first.within == second.within == link_constants(WITHIN, constants)[0]
     assert cluster.between == link_of(BETWEEN, constants)

@@ -315,10 +315,9 @@ def task_profile_text(profile: TaskProfile) -> str:
         two = "-" if call.two_ranks_s is None else seconds_text(call.two_ranks_s)
         calls.append([name, seconds_text(call.one_rank_s), two])
     adds = profile.executor
-    costs = [
-        [f"a call ({adds.name.replace('_', ' ')})", seconds_text(adds.call_s)],
-        ["weights into a copy", seconds_text(adds.publish_s)],
-        ["a request to another process", seconds_text(adds.request_s)],
-    ]
+    costs = [[f"a call ({adds.name.replace('_', ' ')})", seconds_text(adds.call_s)]]
+    if adds.publish_s is not None:
+        costs.append(["weights into a copy", seconds_text(adds.publish_s)])
+        costs.append(["a request to another process", seconds_text(adds.request_s)])
     tables = (aligned(rows, range(1, 8)), aligned(calls, (1, 2)), aligned(costs, (1,)))
     return "\n\n".join([profile.machine, *map("\n".join, tables)])

@@ -127,5 +127,5 @@ def rollout_parts(
     parts = {name: rolled_s * share / whole for name, share in shares.items()}
     parts["calls"] = executor.call_s
     if layout.inference in ("copied", "served"):
-        parts["weight_move"] = executor.publish_s
+        parts["weight_move"] = executor.publish_s or 0.0
     return parts, computed_s + executor.call_s * layout.num_ranks

@@ -18,7 +18,6 @@ from .model_shape import AtLeastOne, PlanData
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
 Inference = Literal["inline", "copied", "served", "served by the trainer"]
 """The copy of a policy that answers: in the group that trains and acts, in each acting process, in
 a process that does nothing else, or in the one that trains."""
@@ -100,8 +99,8 @@ class ExecutorProfile(PlanData):
     """Executor that was measured."""
     call_s: Seconds
     """A call besides its work: dispatch, gathering its rows, handing on its results."""
-    publish_s: Seconds = 0.0
-    """New weights on their way into the copies of another group."""
+    publish_s: Seconds | None = None
+    """New weights on their way to copies in another group; None if one process was measured."""
     request_s: Seconds = 0.0
     """A request for actions to another process, besides the actor's own answer."""
     request_cpu_s: Seconds = 0.0
@@ -139,7 +138,6 @@ class TaskProfile(PlanData):
     """Machine that it was measured on, for people."""
     date: str
     """Date of the measurement, as YYYY-MM-DD."""
-
     learned_from: str = ""
     """The run that corrected it; none if empty."""
 

@@ -126,8 +126,9 @@ def layouts(
         if rows % n == 0 and rows // n % profile.team == 0
     ]
     at_once = _MOST_OVERLAPPED if profile.overlaps else 1
+    measured = ("inline",) if profile.executor.publish_s is None else get_args(Inference)
     for groups in every if num_groups is None else [num_groups]:
-        for inference in get_args(Inference):
+        for inference in measured:
             most = 1 if inference == "inline" and not _divides(graph, profile) else cores
             for ranks in _numbers(min(most, groups), pins.num_ranks):
                 each = -(-groups // ranks)
@@ -216,6 +217,11 @@ def _nothing_fits(
             f"{text}: {ranks} processes act in {groups} group{'' if groups == 1 else 's'} of "
             "environments, and a group is in one of them\n    pin fewer, or have more groups: "
             "task.group_size=auto"
+        )
+    if profile.executor.publish_s is None and (pins.inference or "inline") != "inline":
+        return InfeasibleError(
+            f"{text} with {pins}: the task was measured in one process "
+            f"(executor={profile.executor.name})\n    measure it with executor=ray"
         )
     if profile.process_bytes > _host_bytes(cluster):
         return InfeasibleError(

@@ -37,6 +37,7 @@ CPU = DeviceSpec(
     memory_bytes_per_s=1e10,
     host_bytes_per_s=1e10,
 )
+IN_PROCESS = ExecutorProfile(name="in_process", call_s=1e-4)
 ROLLOUT = {"env_ppo": "env.rollout", "impala": "env.rollout", "dqn": "env.rollout"}
 
 
@@ -167,6 +168,13 @@ def test_a_replay_keeps_training_on_one_rank() -> None:
     assert {one.num_ranks for one in every if one.inference == "copied"} == {1, 2, 3, 4}
 
 
+def test_processes_that_were_not_measured_are_not_planned() -> None:
+    graph = ppo()
+    alone = profile(graph, loop(4, 5e-3), loop(8, 1e-2)).model_copy(update={"executor": IN_PROCESS})
+    assert {one.inference for one in layouts(graph, alone, 4, None, ActingPins())} == {"inline"}
+    assert [group.num_ranks for group in planned(graph, alone).groups] == [1]
+
+
 def test_games_are_placed_with_both_of_their_players() -> None:
     graph = build(self_play_step, cfg=SelfPlay())
     found = profile(graph, loop(4, 5e-3), loop(8, 1e-2), acts="board.play", overlaps=False)
@@ -276,6 +284,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "no placement of acting fits cluster 'ours': the rows of a step do not fall into 2 or more "
         "equal groups\n    raise algorithm.per_step",
     ),
+    "processes that were not measured": (
+        {"executor": IN_PROCESS, "pins": ActingPins(inference="copied")},
+        "no placement of acting fits cluster 'ours' with plan.pins.acting.inference=copied: the "
+        "task was measured in one process (executor=in_process)\n    measure it with executor=ray",
+    ),
     "memory": (
         {"on": cluster(host_bytes=100 << 20)},
         "no placement of acting fits cluster 'ours': a process takes 400 MiB, and its nodes have "
@@ -288,9 +301,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_planned_is_refused_by_name(case: str) -> None:
     asked, message = REFUSED[case]
     graph = ppo()
-    fields = {key: asked[key] for key in ("team", "least_groups") if key in asked}
+    fields = {key: asked[key] for key in ("team", "least_groups", "executor") if key in asked}
     asked = {key: value for key, value in asked.items() if key not in fields}
-    found = profile(graph, loop(8, 1e-3), process_bytes=400 << 20, **fields)
+    found = profile(graph, loop(8, 1e-3), process_bytes=400 << 20).model_copy(update=fields)
     with pytest.raises((PlanError, InfeasibleError)) as caught:
         planned(graph, found, **asked)
     assert str(caught.value) == message

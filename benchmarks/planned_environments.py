@@ -151,7 +151,7 @@ def main(words: list[str] | None = None) -> None:
     options.add_argument("--state", type=Path, help="where measured times are kept, to go on")
     args = options.parse_args(words)
     here = str(Path(__file__).parent)  # Ray's processes make environments by name
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split()])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     if here not in sys.path:
         sys.path.insert(0, here)
     file: Path | None = args.state

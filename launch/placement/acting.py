@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def measure_command(run: Run) -> str:
-    """The command that profiles a run's task, less the keys that are not an option's own."""
+    """The command that profiles a run's task, for messages."""
     return f"penstock profile algorithm={run.main.name} task=..., and the other keys of the run"
 
 
@@ -147,8 +147,7 @@ def num_groups(run: Run) -> int | None:
     stage, acted = run.main, acted_in(run.spec)
     if acted is None or acted.group_size == AUTO:
         return None
-    node = acting_nodes(stage.graph)[0]
-    rows = rows_of(stage, node)
+    rows = rows_of(stage, acting_nodes(stage.graph)[0])
     given = acted.group_size
     size = given if isinstance(given, int) else rows // least_groups(stage)
     return -(-rows // max(1, size))
@@ -189,7 +188,6 @@ def with_group_size(run: Run, plan: Plan) -> Run:
     acted = acted_in(run.spec)
     if acted is None or acted.group_size != AUTO:
         return run
-    size = plan.group_size
-    spec: Any = replace(acted, group_size=size)
-    task = run.config.task.model_copy(update={"group_size": size})
+    spec: Any = replace(acted, group_size=plan.group_size)
+    task = run.config.task.model_copy(update={"group_size": plan.group_size})
     return replace(run.having(task=task), spec=spec)

@@ -194,11 +194,16 @@ def _engines(composed: Mapping[str, Any]) -> Any:
     return resolved(run).engines
 
 
+def _modeled_calls(request: PlanRequest) -> Sequence[Call]:
+    assert request.workload is not None  # every step here has a language model
+    return calls_of(request.graph, request.workload, request.models)
+
+
 def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: Plan) -> Outcome:
     """Build the engine of every call as planned."""
     engines = _engines(composed)
     weights: list[tuple[int, int]] = []
-    for call in calls_of(request.graph, request.workload, request.models):
+    for call in _modeled_calls(request):
         engine: EngineKind = engines.runs(request.graph, request.graph[call.name])
         layout = plan.layouts[call.name]
         parts: list[int] = []
@@ -225,7 +230,7 @@ def _evaluated_apart(
 ) -> tuple[str, ...] | str:
     """Give calls that evaluate layouts of their own; what went wrong as text."""
     random, found = Random(case.seed), list[str]()
-    for call in calls_of(request.graph, request.workload, request.models):
+    for call in _modeled_calls(request):
         if call.kind != "forward":
             continue
         layout = _any_layout(random, plan.layouts[call.name].num_devices)

@@ -209,8 +209,9 @@ def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: 
         parts: list[int] = []
         for process in dict.fromkeys((0, layout.num_devices - 1)):
             try:
+                longest, trained = call.tokens_longest, call.kind == "train"
                 built = construct(
-                    engine, layout, _model(case), _head(call), process, call.tokens_longest
+                    engine, layout, _model(case), _head(call), process, longest, trained=trained
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the plan does not run
                 said = f"{call.name} in {layout} on {engine.name}: {_line(error)}"
@@ -245,7 +246,16 @@ def _evaluated_apart(
             try:
                 for process in dict.fromkeys((0, layout.num_devices - 1)):
                     longest = call.tokens_longest
-                    construct(engine, layout, _model(case), _head(call), process, longest, extra)
+                    construct(
+                        engine,
+                        layout,
+                        _model(case),
+                        _head(call),
+                        process,
+                        longest,
+                        extra,
+                        trained=False,
+                    )
             except Exception as error:  # noqa: BLE001 - it is compared with what the plan says
                 raised = error
         if (why is None) != (raised is None):

@@ -44,6 +44,8 @@ def construct(
     process: int,
     max_tokens: int,
     extra: Mapping[str, Any] | None = None,
+    *,
+    trained: bool = True,
 ) -> Built:
     """Build one process's part of a model.
 
@@ -55,6 +57,7 @@ def construct(
         process: Which of the layout's processes.
         max_tokens: The longest sequence.
         extra: Options for what is asked and the engine has no option of its own for.
+        trained: Whether it is trained as it lies there.
 
     Raises:
         Exception: Whatever the engine's constructor raises.
@@ -68,6 +71,8 @@ def construct(
     stage, rank = divmod(beside, ranks)
     context = WorkerContext("role", 0, rank, ranks, "cpu", tensor, tensor_rank, stages, stage)
     _pretend(layout.num_devices, process)
+    if engine.name == "torch" and tensor > 1 and not trained:
+        return _torch_part(model, head, context)
     return _BUILDERS[engine.name](model, head, context, options, max_tokens)
 
 
@@ -106,6 +111,17 @@ def _torch(
         module = HeadedModel(module.base_model, head.name, linear).to(dtype)
     network = make_network(module, head, context)
     return network.layout.bytes_on[context.process]
+
+
+def _torch_part(model: ModelSpec, head: Head, context: WorkerContext) -> Built:
+    """A part that evaluates or generates; only training needs the model whole."""
+    from penstock.workers.engines.torch_engine.specs import check_divided
+    from penstock.workers.engines.torch_engine.tensor_parallel import part_of_module
+    from penstock.workers.models.lora import LoraSpec
+
+    check_divided(model, context, trained=False, lora=LoraSpec())
+    part_of_module(model, head, dataclasses.replace(context, device="meta"))
+    return None
 
 
 def _fsdp(

@@ -81,7 +81,9 @@ def run_of(task: str, *, tiny: bool) -> Run:
     return resolved(composed)
 
 
-def compared(task: str, state: dict[str, Any], save: Any, *, tiny: bool) -> dict[str, Any]:
+def compared(
+    task: str, state: dict[str, Any], save: Any, rounds: int, *, tiny: bool
+) -> dict[str, Any]:
     """All placements of one task, measured in turn."""
     run, own = run_of(task, tiny=tiny), state.setdefault(task, {})
     if "profile" not in own:
@@ -102,7 +104,7 @@ def compared(task: str, state: dict[str, Any], save: Any, *, tiny: bool) -> dict
     plans["one rank"] = one_group_plan()
     times: dict[str, list[float]] = own.setdefault("times", {name: [] for name in plans})
     weights: dict[str, str] = own.setdefault("weights", {})
-    for number in range(1 if tiny else ROUNDS):
+    for number in range(rounds):
         for name, plan in plans.items():
             if len(times[name]) <= number:
                 found = taken(run, plan, 2 if tiny else STEPS)
@@ -149,7 +151,9 @@ def main(words: list[str] | None = None) -> None:
     options.add_argument("--tiny", action="store_true", help="a part of the grid, in one process")
     options.add_argument("--tasks", nargs="+", choices=TASKS, help="some of the tasks")
     options.add_argument("--state", type=Path, help="where measured times are kept, to go on")
+    options.add_argument("--rounds", type=int, default=ROUNDS, help=f"of the grid ({ROUNDS})")
     args = options.parse_args(words)
+    rounds: int = 1 if args.tiny else args.rounds
     here = str(Path(__file__).parent)  # Ray's processes make environments by name
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     if here not in sys.path:
@@ -165,7 +169,7 @@ def main(words: list[str] | None = None) -> None:
 
     names = args.tasks or (["fast numpy"] if args.tiny else list(TASKS))
     try:
-        found = [compared(name, state, save, tiny=args.tiny) for name in names]
+        found = [compared(name, state, save, rounds, tiny=args.tiny) for name in names]
     finally:
         if not args.tiny:
             executor_kind("ray").end()
@@ -195,7 +199,7 @@ def main(words: list[str] | None = None) -> None:
         for one in found
     ]
     print("\nthe automatic plan's steps a second\n" + table(head, cells))
-    report({"rounds": ROUNDS, "steps": STEPS, "tasks": found}, args.json)
+    report({"rounds": rounds, "steps": STEPS, "tasks": found}, args.json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import Run, executor_kind, resolved
 from penstock.launch.placement.acting import acting_plan
 from penstock.launch.placement.machine import analytic_cpus
-from penstock.launch.profile.task import profile_task, taken, task_profile_text
+from penstock.launch.profile.task import profile_task, run_steps, task_profile_text
 from penstock.planner.inputs.task_profile import ActingPins, Inference, TaskProfile
 from penstock.planner.plan.plan import Plan, one_group_plan
 
@@ -107,7 +107,7 @@ def compared(
     for number in range(rounds):
         for name, plan in plans.items():
             if len(times[name]) <= number:
-                found = taken(run, plan, 2 if tiny else STEPS)
+                found = run_steps(run, plan, 2 if tiny else STEPS)
                 weights[name] = found.weights
                 times[name].append(found.step_s)
                 save()

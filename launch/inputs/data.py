@@ -340,7 +340,7 @@ def _group_size(stage: Stage, name: str, spec: TaskSpec) -> int:
         acted = game_task(spec, graph.name)
     count, least = stage.config.per_step[name], stage.config.num_groups.get(name, 1)
     given = acted.group_size
-    # What is left to a plan is decided by now, or nothing was planned.
+    # A plan has written its size here; `auto` is left where no plan was made.
     size = given if isinstance(given, int) else count // least // whole * whole
     if size == 0 or -(-count // size) < least:
         raise ConfigError(

@@ -48,8 +48,8 @@ def acting_nodes(graph: Graph) -> list[Node]:
 
 def rows_of(stage: Stage, node: Node) -> int:
     """Environments or games that a step acts in."""
-    sources = [ref.node for _, ref in node.inputs if ref.node in stage.graph.sources]
-    return stage.config.per_step[sources[0]]
+    above = stage.graph.ancestors(node.name)
+    return stage.config.per_step[next(name for name in stage.graph.sources if name in above)]
 
 
 def setting_of(run: Run) -> dict[str, str]:

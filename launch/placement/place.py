@@ -577,7 +577,8 @@ def _acting(run: Run) -> Run:
     if cluster.num_cores != profile.cores:
         said.append(f"the task was measured on {profile.cores} cores, and here are "
                     f"{cluster.num_cores}")  # fmt: skip
-    return replace(run, plan=plan, note="\n".join(f"placement: {line}" for line in said))
+    run = replace(run, plan=plan, note="\n".join(f"placement: {line}" for line in said))
+    return run.having(executor=_with_threads(run.executor, plan))
 
 
 def _one_rank(run: Run, why: str) -> Run:

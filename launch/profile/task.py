@@ -153,7 +153,7 @@ def _turns(size: int, timer: LoopTimer) -> LoopProfile:
         turns=timer.num_turns,
         step_s=times.step_s,
         step_cpu_s=min(times.step_cpu_s, times.step_s),
-        # Of a loop that never waits, other threads compute nothing for it.
+        # A loop that never waits does all of its computing in its own thread.
         other_cpu_s=other_s if times.step_cpu_s < times.step_s / 2 else 0.0,
         ask_s=times.ask_s,
         ask_cpu_s=min(times.ask_cpu_s, times.ask_s),
@@ -207,7 +207,7 @@ def _on_executor(
     }
     steps = round(min(_MOST, max(_FEWEST, seconds / sum(turns_s.values()))))
     whole = _grouped(run, None)
-    one = taken(whole, _one_by_one(whole, one_group_plan()), steps)
+    one = run_steps(whole, _one_by_one(whole, one_group_plan()), steps)
     names = [node.name for node in graph.nodes if node.kind is not NodeKind.SOURCE]
     call_s = max(one.rest_s / len(names), 1e-6)
     corrections = {name: max(1e-3, one.busy_s[name] / turns_s[name]) for name in acting}
@@ -222,10 +222,10 @@ def _on_executor(
         if not kept and (num_groups(halves) or 1) > 1:
             both = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
             with suppress(ConfigError, PlanError):  # rows that two ranks cannot share
-                two = taken(halves, _one_by_one(whole, both), steps)
-        copied = taken(whole, _apart(run, {}), steps)
+                two = run_steps(halves, _one_by_one(whole, both), steps)
+        copied = run_steps(whole, _apart(run, {}), steps)
         actors = {role for name in acting for role in graph[name].roles_given}
-        served = taken(whole, _apart(run, dict.fromkeys(actors, "learner")), steps)
+        served = run_steps(whole, _apart(run, dict.fromkeys(actors, "learner")), steps)
         asked_s = sum(served.busy_s[name] - copied.busy_s[name] for name in acting)
         asked_s /= sum(loop.turns * groups[name] for name, loop in acting.items())
         executor = ExecutorProfile(
@@ -258,7 +258,7 @@ def _one_by_one(run: Run, plan: Plan) -> Plan:
     return plan.model_copy(update={"role_options": {role: {"num_overlapped": 1} for role in roles}})
 
 
-def taken(run: Run, plan: Plan, num_steps: int) -> Steps:
+def run_steps(run: Run, plan: Plan, num_steps: int) -> Steps:
     """Take so many steps of a run's main stage under a plan, and two before that do not count."""
     run = prepare(run, plan)
     stage = run.main

@@ -102,7 +102,7 @@ def rollout_parts(
     loop = profile.loop(call, math.ceil(rows / layout.num_groups))
     served = layout.inference.startswith("served")
     asks_s = executor.request_s if served else 0.0
-    # Of a request the asking side computes about half, and holds the interpreter meanwhile.
+    # The asking side computes about half of a request, and holds the interpreter meanwhile.
     asks_cpu_s = executor.request_cpu_s / 2.0 if served else 0.0
     alone = LoopTimes(
         step_s=loop.step_s,
@@ -123,7 +123,7 @@ def rollout_parts(
     spread_s = scale * slowest * loop.spread_s * math.sqrt(loop.turns * groups)
     rolled_s = max(turning_s + spread_s, computed_s / cores, answering_s)
     shares = {"environments": loop.step_s, "actor": loop.ask_s, "requests": asks_s}
-    whole = sum(shares.values())
+    whole = sum(shares.values()) or 1.0
     parts = {name: rolled_s * share / whole for name, share in shares.items()}
     parts["calls"] = executor.call_s
     if layout.inference in ("copied", "served"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ...dataflow.errors import PlanError
 from .model_shape import AtLeastOne, PlanData
@@ -107,6 +107,13 @@ class ExecutorProfile(PlanData):
     """Seconds of cores that both sides of a request compute, besides the actor's own answer."""
 
 
+def _ascending(loops: tuple[LoopProfile, ...]) -> tuple[LoopProfile, ...]:
+    sizes = [loop.rows for loop in loops]
+    if not loops or sizes != sorted({*sizes}):
+        raise ValueError(f"groups have {sizes} rows; expected one size or more, each larger")
+    return loops
+
+
 class TaskProfile(PlanData):
     """One algorithm in one task on one machine."""
 
@@ -118,7 +125,7 @@ class TaskProfile(PlanData):
     """Rows that a group holds together: the agents of an environment."""
     least_groups: AtLeastOne = 1
     """Groups that the algorithm needs at least."""
-    loops: Mapping[str, tuple[LoopProfile, ...]]
+    loops: Mapping[str, Annotated[tuple[LoopProfile, ...], AfterValidator(_ascending)]]
     """Call that acts -> groups of different sizes, the smallest first."""
     calls: Mapping[str, CallProfile]
     """Every other call and op."""

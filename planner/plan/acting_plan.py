@@ -118,7 +118,7 @@ def layouts(
 ) -> Iterator[ActingLayout]:
     """Every layout that the step can have, and the pins allow."""
     rows = math.gcd(*profile.rows.values())
-    # Of equal groups alone: the last one of others has fewer rows.
+    # Groups have equal sizes, as the profile takes them for equally long.
     most_groups = min(rows // profile.team, _MOST_GROUPS)
     every = [
         n
@@ -175,16 +175,20 @@ def _cores(cluster: ClusterSpec) -> int:
         if group.cores_per_node is None:
             raise PlanError(
                 f"cluster '{cluster.name}' does not say how many cores its nodes have, and this "
-                "step computes on cores\n    set cluster.cores_per_node, or cores_per_node of each "
-                "of its node_groups"
+                "step computes on cores\n    set cluster.cores_per_node (penstock plan), or "
+                "measure its machines again: penstock profile"
             )
     return cluster.num_cores
 
 
 def _fits(layout: ActingLayout, profile: TaskProfile, cluster: ClusterSpec) -> bool:
-    spreads = len(cluster.nodes) > 1 and cluster.device_type == "cpu"
-    enough = layout.num_processes <= cluster.num_devices if spreads else True
-    return enough and layout.num_processes * profile.process_bytes <= _host_bytes(cluster)
+    if _spreads(cluster) and layout.num_processes > cluster.num_devices:
+        return False
+    return layout.num_processes * profile.process_bytes <= _host_bytes(cluster)
+
+
+def _spreads(cluster: ClusterSpec) -> bool:
+    return len(cluster.nodes) > 1 and cluster.device_type == "cpu"
 
 
 def _host_bytes(cluster: ClusterSpec) -> float:
@@ -250,7 +254,7 @@ def _groups(
     elif layout.inference == "served":
         sizes["policy"] = 1
     server = {"served": "policy", "served by the trainer": "learner"}.get(layout.inference)
-    spreads = cluster is not None and len(cluster.nodes) > 1 and cluster.device_type == "cpu"
+    spreads = cluster is not None and _spreads(cluster)
     groups: list[GroupPlan] = []
     first = 0
     for name, number in sizes.items():
@@ -279,9 +283,6 @@ def _written(
     """The plan of the first layout under the first lag, with the best of each other lag."""
     best, *rest = ranked[0]
     layout = best.layout
-    second = rest[0] if rest else None
-    others = [tried[0] for tried in ranked[1:]]
-    cores = cluster.num_cores
     prediction = Prediction(
         step_time_s=best.step_time_s,
         lower_bound_s=best.step_time_s,
@@ -292,9 +293,10 @@ def _written(
             name: NodePrediction(duration_s=sum(parts.values()), parts_s=parts)
             for name, parts in best.times.parts_s.items()
         },
-        runner_up=None if second is None else _runner_up(second, best, cores),
+        runner_up=_runner_up(rest[0], best, cluster.num_cores) if rest else None,
         other_schedules=tuple(
-            OtherSchedule(max_lag=one.max_lag, step_time_s=one.step_time_s) for one in others
+            OtherSchedule(max_lag=first.max_lag, step_time_s=first.step_time_s)
+            for first, *_ in ranked[1:]
         ),
     )
     roles = [graph[call].role or "" for call in profile.loops if profile.overlaps]

@@ -28,6 +28,7 @@ from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.simulate import simulate_plan
 from penstock.planner.report.explain import explain
 from penstock.planner.report.json_report import to_json
+from pydantic import ValidationError
 
 LINK = LinkSpec(bytes_per_s=1e9, latency_s=1e-4)
 CPU = DeviceSpec(
@@ -37,6 +38,7 @@ CPU = DeviceSpec(
     memory_bytes_per_s=1e10,
     host_bytes_per_s=1e10,
 )
+
 IN_PROCESS = ExecutorProfile(name="in_process", call_s=1e-4)
 ROLLOUT = {"env_ppo": "env.rollout", "impala": "env.rollout", "dqn": "env.rollout"}
 
@@ -255,7 +257,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cores that are not known": (
         {"on": cluster(None)},
         "cluster 'ours' does not say how many cores its nodes have, and this step computes on "
-        "cores\n    set cluster.cores_per_node, or cores_per_node of each of its node_groups",
+        "cores\n    set cluster.cores_per_node (penstock plan), or measure its machines again: "
+        "penstock profile",
     ),
     "cores that a pin needs": (
         {"pins": ActingPins(num_ranks=64)},
@@ -326,6 +329,14 @@ def test_a_profile_of_another_task_is_refused() -> None:
         "task profile p.json is of another task: 'task.id' was \"Sleepy-v0\" where it was "
         'measured, and is "CartPole-v1" here\n    measure this one: penstock profile ...'
     )
+
+
+@pytest.mark.parametrize("sizes", [(), (8, 8), (8, 2)])
+def test_a_profile_whose_groups_do_not_grow_is_refused(sizes: tuple[int, ...]) -> None:
+    fields = profile(ppo(), loop(8, 1e-3)).model_dump()
+    fields["loops"] = {"env.rollout": [loop(size, 1e-3).model_dump() for size in sizes]}
+    with pytest.raises(ValidationError, match="expected one size or more, each larger"):
+        TaskProfile.model_validate(fields)
 
 
 def test_group_sizes_between_the_measured_ones_are_interpolated() -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -154,6 +154,20 @@ def _attend(
     return mixed.view(len(query), 1, query.shape[1], -1), None
 
 
+@dataclass(frozen=True)
+class _Answered(Generic[T]):
+    """The end of conversations that the first process holds."""
+
+    answer: T
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The error that ended them, as text."""
+
+    text: str
+
+
 class TorchTurns:
     """`Turns` of a network of ours.
 
@@ -207,20 +221,20 @@ class TorchTurns:
                 # In the middle of a step the others wait for something else, or fail as well.
                 if not self._in_step:
                     ours = isinstance(error, PenstockError)
-                    network.from_first(str(error) if ours else traceback.format_exc())
+                    network.from_first(_Failed(str(error) if ours else traceback.format_exc()))
                 raise
-            return network.from_first(answer)
+            return network.from_first(_Answered(answer)).answer
         nothing: Any = None
-        while isinstance(told := network.from_first(nothing), list):
+        while not isinstance(told := network.from_first(nothing), _Answered | _Failed):
             for event in told:
                 if isinstance(event, int):
                     self._let_go(event)
                 else:
                     self._waiting.append(event)
             self._step()
-        if isinstance(told, str):
-            raise WorkerError(told)
-        return told
+        if isinstance(told, _Failed):
+            raise WorkerError(told.text)
+        return told.answer
 
     @torch.no_grad()
     def _step(self) -> list[Turn]:

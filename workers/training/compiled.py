@@ -1,0 +1,109 @@
+"""Functions that torch compiles into few kernels on a CUDA device, and calls as they are elsewhere.
+
+What lies between matrix products reads and writes memory far more often than it computes. Inductor
+makes one or two Triton kernels of such a function, which read each number once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAYOUTS = 64
+"""For how many widths and dtypes one function is compiled in a process."""
+
+
+class Compiled:
+    """A function that torch compiles once for each width and dtype, for any number of rows.
+
+    Two processes compile the same kernels, and no gradient passes. Where compiling fails, or torch
+    has no Triton, the function is called as it is, which a warning says once.
+
+    Args:
+        function: Of tensors alone: a number would be compiled into it, see `number`.
+        rows: Which of its arguments have the rows, of any number, as their first dimension.
+        on_cpu: Is called on a CPU in its place.
+    """
+
+    plainly = False
+    """Whether nothing is compiled, for a comparison."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rows: Sequence[int],
+        on_cpu: Callable[..., Any] | None = None,
+    ) -> None:
+        self.function, self._rows, self._on_cpu = function, rows, on_cpu or function
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        with torch.no_grad():  # in every call: torch compiles again for another mode
+            if inputs[0].device.type == "cpu":
+                return self._on_cpu(*inputs)
+            if Compiled.plainly or not _can_compile():
+                return self.function(*inputs)
+            try:
+                return self.compiled(*inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                _say(f"{self.function.__name__} could not be compiled: {error}")
+                self._compiled = self.function
+                return self.function(*inputs)
+
+    def compiled(self, *inputs: Tensor) -> Any:
+        """Call what is compiled, on any device, for as many rows as come."""
+        inputs = tuple(one.detach() if one.requires_grad else one for one in inputs)
+        if self._compiled is None:
+            options = _options()
+            self._compiled = torch.compile(
+                self.function, fullgraph=True, dynamic=False, options=options
+            )
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        for place in self._rows:
+            dynamo.maybe_mark_dynamic(inputs[place], 0)
+        return self._compiled(*inputs)
+
+
+@cache
+def number(value: float, device: torch.device) -> Tensor:
+    """A number as a float32 scalar on a device, made without waiting for it."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+@cache
+def _can_compile() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        _say("this torch has no Triton")
+        return False
+    return True
+
+
+@cache
+def _options() -> dict[str, Any]:
+    """Inductor's: one process compiles, and any two choose the same kernels, if torch can."""
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _LAYOUTS)
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    chosen = {"compile_threads": 1, "deterministic": True}
+    return {name: value for name, value in chosen.items() if hasattr(inductor, name)}
+
+
+def _say(what: str) -> None:
+    warnings.warn(
+        f"the device moves more memory than it has to: {what}\n"
+        "    the same is computed without; install triton of the version that torch asks for",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -26,9 +26,10 @@ class Compiled:
     has no Triton, the function is called as it is, which a warning says once.
 
     Args:
-        function: Of tensors alone: a number would be compiled into it, see `number`.
+        function: Of tensors, the first of them on the device, and of numbers, which are compiled
+            into it: one that changes is given as `number` makes it.
         rows: Which of its arguments have the rows, of any number, as their first dimension.
-        on_cpu: Is called on a CPU in its place.
+        plain: Is called in its place where nothing is compiled.
     """
 
     plainly = False
@@ -38,29 +39,27 @@ class Compiled:
         self,
         function: Callable[..., Any],
         rows: Sequence[int],
-        on_cpu: Callable[..., Any] | None = None,
+        plain: Callable[..., Any] | None = None,
     ) -> None:
-        self.function, self._rows, self._on_cpu = function, rows, on_cpu or function
+        self.function, self._rows, self._plain = function, rows, plain or function
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         with torch.no_grad():  # in every call: torch compiles again for another mode
-            if inputs[0].device.type == "cpu":
-                return self._on_cpu(*inputs)
-            if Compiled.plainly or not _can_compile():
-                return self.function(*inputs)
+            if inputs[0].device.type == "cpu" or Compiled.plainly or not _can_compile():
+                return self._plain(*inputs)
             try:
                 return self.compiled(*inputs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 _say(f"{self.function.__name__} could not be compiled: {error}")
-                self._compiled = self.function
-                return self.function(*inputs)
+                self._compiled = self._plain
+                return self._plain(*inputs)
 
-    def compiled(self, *inputs: Tensor) -> Any:
+    def compiled(self, *inputs: Any) -> Any:
         """Call what is compiled, on any device, for as many rows as come."""
-        inputs = tuple(one.detach() if one.requires_grad else one for one in inputs)
+        inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
         if self._compiled is None:
             options = _options()
             self._compiled = torch.compile(
@@ -92,11 +91,14 @@ def _can_compile() -> bool:
 
 @cache
 def _options() -> dict[str, Any]:
-    """Inductor's: one process compiles, and any two choose the same kernels, if torch can."""
+    """Inductor's: what the function rounds is rounded, and two processes choose the same kernels.
+
+    None starts processes that compile.
+    """
     dynamo: Any = importlib.import_module("torch._dynamo.config")
     dynamo.recompile_limit = max(dynamo.recompile_limit, _LAYOUTS)
     inductor: Any = importlib.import_module("torch._inductor.config")
-    chosen = {"compile_threads": 1, "deterministic": True}
+    chosen = {"compile_threads": 1, "deterministic": True, "emulate_precision_casts": True}
     return {name: value for name, value in chosen.items() if hasattr(inductor, name)}
 
 

@@ -25,7 +25,7 @@ def on_device(patch: pytest.MonkeyPatch, compile_: Callable[..., Any]) -> Compil
 
 
 def test_on_a_cpu_the_function_for_it_is_called_and_no_gradient_passes() -> None:
-    function = Compiled(twice_and, (0,), on_cpu=torch.add)
+    function = Compiled(twice_and, (0,), plain=torch.add)
     out = function(torch.ones(2, requires_grad=True), torch.ones(2))
     assert out.tolist() == [2.0, 2.0]
     assert not out.requires_grad
@@ -54,7 +54,8 @@ def test_it_is_compiled_once_for_all_numbers_of_rows_and_again_for_another_width
         torch.testing.assert_close(out, x.detach() * 2 + 1)
         assert not out.requires_grad
     assert len(compiled_for) == 2
-    assert options == [{"compile_threads": 1, "deterministic": True}]
+    chosen = {"compile_threads": 1, "deterministic": True, "emulate_precision_casts": True}
+    assert options == [chosen]
 
 
 def test_where_compiling_fails_the_function_is_called_as_it_is_and_that_is_said_once(

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from bench import machine, parser, table
+from gpu_ablation import ablation
 from gpu_case import Bench, Figure, scale
 from gpu_commands import agents, paths, plan, runs
 from gpu_compute import engines, inventory, logprobs, train
@@ -57,6 +58,7 @@ STAGES: Mapping[str, Stage] = {
     "inventory": Stage(inventory, 60),
     "kernels": Stage(kernels, 120),
     "train": Stage(train, 90),
+    "ablation": Stage(ablation, 150),
     "decode": Stage(decode, 150),
     "logprobs": Stage(logprobs, 90),
     "determinism": Stage(determinism, 90),

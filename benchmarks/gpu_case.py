@@ -297,6 +297,7 @@ class Bench:
         *,
         recipe: Callable[..., Any] = TorchPolicySpec,
         trained: bool = True,
+        lr: float = 1e-6,
         **options: Any,
     ) -> PolicyWorker:
         """A policy of which no response ends early.
@@ -305,12 +306,13 @@ class Bench:
             name: Of the model.
             recipe: Of which engine.
             trained: Whether it has an optimizer.
+            lr: Its learning rate.
             options: Further fields of the spec.
         """
         spec = recipe(
             model=self.model(name),
             end_ids=(self.sizes.models[name]["vocab_size"],),
-            optimizer=OptimizerSpec(lr=1e-6) if trained else None,
+            optimizer=OptimizerSpec(lr=lr) if trained else None,
             **options,
         )
         gc.collect()

@@ -1,8 +1,9 @@
 #!/bin/bash
-# One call of a visit to a GPU that is lent for fifteen minutes: bash benchmarks/gpu_visit.sh 1|2
+# One call of a visit to a GPU that is lent for fifteen minutes: bash benchmarks/gpu_visit.sh 1|2|3
 #
-#   1  the tests, and beside them every path once and two kills; then a plan from a profile
-#   2  the default run, a step against that profile, conversations, engines, adapters
+#   1  what the device can do, the tests, what each fast piece brings, and decoding
+#   2  what kernels take, log-probabilities, the same bits, a step against its profile, adapters
+#   3  every path once and two kills, conversations, a run by its own plan, other engines
 #
 # On an H200 with 16 cores `penstock plan` took 15 s, nearly all of it imports, and a run of three steps
 # beside eleven others 22 to 31 s; two kills are six such runs, one after another.
@@ -12,7 +13,7 @@
 # eight files, with the log. State is kept in $VISIT from call to call. `TINY=1` runs the same on a
 # CPU, on models that mean nothing, with ten times the limits.
 set -u
-call=${1:?usage: bash benchmarks/gpu_visit.sh 1|2}
+call=${1:?usage: bash benchmarks/gpu_visit.sh 1|2|3}
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}
 VISIT=${VISIT:-/tmp/visit}
@@ -78,19 +79,23 @@ tests() { # tests LIMIT: of their files alone, as to collect all takes long, and
 case $call in
 1)
     stages 60 inventory
-    tests 150 &
-    OMP_NUM_THREADS=2 stages 220 paths
-    wait
-    stages 180 plan
+    stages 150 ablation
+    stages 110 decode
+    tests 150
     ;;
 2)
+    stages 90 kernels logprobs
+    stages 60 determinism
     [ -f "$VISIT/runs/plan/calibration.json" ] || stages 150 plan
-    stages 110 runs
     stages 60 step
-    stages 150 agents
-    stages 90 engines
     stages 80 adapters
     ;;
-*) echo "usage: bash benchmarks/gpu_visit.sh 1|2" >&2; exit 2 ;;
+3)
+    OMP_NUM_THREADS=2 stages 220 paths
+    stages 110 runs
+    stages 150 agents
+    stages 90 engines
+    ;;
+*) echo "usage: bash benchmarks/gpu_visit.sh 1|2|3" >&2; exit 2 ;;
 esac
 figures

@@ -31,7 +31,7 @@ import torch
 from bench import machine, parser, table
 from gpu_ablation import ablation
 from gpu_case import Bench, Figure, scale
-from gpu_commands import agents, paths, plan, runs
+from gpu_commands import agents, in_place, paths, plan, runs
 from gpu_compute import engines, inventory, logprobs, train
 from gpu_generate import adapters, decode, determinism
 from gpu_kernels import kernels
@@ -64,6 +64,7 @@ STAGES: Mapping[str, Stage] = {
     "determinism": Stage(determinism, 90),
     "paths": Stage(paths, 240),
     "runs": Stage(runs, 120),
+    "in_place": Stage(in_place, 150),
     "plan": Stage(plan, 300),
     "step": Stage(step, 150),
     "adapters": Stage(adapters, 120),

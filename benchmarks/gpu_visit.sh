@@ -89,6 +89,7 @@ case $call in
     [ -f "$VISIT/runs/plan/calibration.json" ] || stages 150 plan
     stages 60 step
     stages 80 adapters
+    stages 90 in_place
     ;;
 3)
     OMP_NUM_THREADS=2 stages 220 paths

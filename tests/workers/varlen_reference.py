@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from penstock.workers.engines.torch_engine import varlen
-from penstock.workers.engines.torch_engine.varlen import Places
+from penstock.workers.engines.torch_engine.varlen import Places, UsedPositions
 from torch import Tensor
 
 
@@ -73,8 +73,21 @@ def flash_backward(
     return dq, dk, dv
 
 
+def used_forward(
+    query: Tensor, key: Tensor, value: Tensor, used: UsedPositions, scale: float
+) -> Tensor:
+    assert used.query_start.tolist() == list(range(len(query) + 1))
+    rows: list[Tensor] = []
+    for row, (count, start) in enumerate(zip(used.count, used.key_start, strict=False)):
+        assert 1 <= count <= used.most
+        keys = slice(int(start), int(start + count))
+        rows.append(_row(query[row : row + 1], key[keys], value[keys], scale))
+    return torch.cat(rows).to(query.dtype)
+
+
 def use_reference(patch: pytest.MonkeyPatch) -> None:
     """Have 16-bit tensors of every device but the CPU, and whoever asks, go through it."""
     patch.setattr(varlen, "flash_forward", flash_forward)
     patch.setattr(varlen, "flash_backward", flash_backward)
+    patch.setattr(varlen, "used_forward", used_forward)
     patch.setattr(varlen, "most_head_size", lambda device: 256)  # pyright: ignore[reportUnknownLambdaType]

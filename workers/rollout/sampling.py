@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...dataflow.runtime.call_context import CallKey
+from ..training.compiled import Compiled, number
 
 _U64 = (1 << 64) - 1
 _LARGE_VOCABULARY = 4096  # With fewer tokens looking for one in blocks gains nothing
@@ -133,7 +134,7 @@ def sample_token(
         token = _inverted(logprob.exp(), uniform)
         return token, logprob.gather(1, token[:, None])[:, 0]
     if logits.device.type != "cpu" or not waits:
-        return _sample_in_blocks(logits, uniform, temperature, exact=True)
+        return _sample_in_two_passes(logits, uniform, temperature)
     rows = max(1, _IN_CACHE // logits.shape[1])
     parts = zip(logits.split(rows), uniform.split(rows), strict=True)
     found = [_sample_in_blocks(*part, temperature) for part in parts]
@@ -141,22 +142,57 @@ def sample_token(
     return token, logprob
 
 
-def _sample_in_blocks(
-    logits: Tensor, uniform: Tensor, temperature: float, *, exact: bool = False
-) -> tuple[Tensor, Tensor]:
-    # The same for a large vocabulary. On the CPU it is given a few rows, whose float32 numbers stay
-    # in the cache, and sums blocks in float32; then it must look which rows to do again. Exact sums
-    # cost a GPU, which is bound by reading the numbers, next to nothing, and need no look.
+def _sample_in_blocks(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    # The same for a large vocabulary, a few rows at a time, whose float32 numbers stay in the
+    # cache. Blocks are summed in float32; then it must look which rows to do again.
     scaled = logits.to(torch.float32, copy=True).div_(temperature)
     top = scaled.amax(1, keepdim=True)
     share = scaled.sub_(top).exp_()  # of the likeliest token's probability
-    token, is_sure, total = _found_in_blocks(share, uniform, exact=exact)
-    if not exact:
-        unsure = torch.nonzero(~is_sure)[:, 0]
-        if len(unsure):
-            token[unsure] = _inverted(share[unsure], uniform[unsure])
+    token, is_sure, total = _found_in_blocks(share, uniform)
+    unsure = torch.nonzero(~is_sure)[:, 0]
+    if len(unsure):
+        token[unsure] = _inverted(share[unsure], uniform[unsure])
     taken = logits.gather(1, token[:, None]).float() / temperature
     return token, (taken - top - total.log().float())[:, 0]
+
+
+def _sample_in_two_passes(
+    logits: Tensor, uniform: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    # The same for a device, which is bound by reading the logits: once for the largest, once for
+    # the sums of blocks, then one block of each row. Exact sums need no look.
+    num_words = logits.shape[1]
+    top, sums = _block_sums(logits, number(temperature, logits.device))
+    after = sums.cumsum(1)
+    total = after[:, -1:]
+    block, start, target = _block_of(after, uniform)
+    index = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    near = logits.gather(1, index.clamp(max=num_words - 1)).float() / temperature
+    inside = (near - top).exp().double() * (index < num_words)
+    bounds = start + inside.cumsum(1)
+    # A block's sum in another order may end a little further than its last bound; the number is
+    # then in the share of the last token that has one.
+    target = torch.minimum(target, torch.nextafter(bounds[:, -1:], start))
+    place = torch.searchsorted(bounds, target, right=True).clamp(max=_BLOCK - 1)
+    token = (block * _BLOCK + place).clamp(max=num_words - 1)
+    taken = near.gather(1, token - block * _BLOCK)
+    return token[:, 0], (taken - top - total.log().float())[:, 0]
+
+
+def _sums_of_blocks(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest scaled logit, f32[M, 1], and sums of shares of it, f64[M, blocks]."""
+    scaled = logits.float() / temperature
+    top = scaled.amax(1, keepdim=True)
+    share = (scaled - top).exp()
+    whole = logits.shape[1] // _BLOCK * _BLOCK
+    sums = share[:, :whole].reshape(len(logits), -1, _BLOCK).sum(-1, dtype=torch.float64)
+    if whole < logits.shape[1]:
+        rest = share[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], 1)
+    return top, sums
+
+
+_block_sums = Compiled(_sums_of_blocks, (0,))
 
 
 def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
@@ -168,26 +204,24 @@ def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=probability.shape[1] - 1)[:, 0]
 
 
-def _found_in_blocks(
-    probability: Tensor, uniform: Tensor, *, exact: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _block_of(after: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The block where a number lies, the sum before it, and the number's place among all sums."""
+    target = uniform[:, None] * after[:, -1:]
+    block = torch.searchsorted(after, target, right=True).clamp(max=after.shape[1] - 1)
+    return block, after.gather(1, (block - 1).clamp(min=0)) * (block > 0), target
+
+
+def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocab_size = probability.shape
     whole = vocab_size // _BLOCK * _BLOCK
-    dtype = torch.float64 if exact else torch.float32
-    sums = probability[:, :whole].view(rows, -1, _BLOCK).sum(-1, dtype=dtype)
-    rest = probability[:, whole:].sum(-1, keepdim=True, dtype=dtype)
+    sums = probability[:, :whole].view(rows, -1, _BLOCK).sum(-1)
+    rest = probability[:, whole:].sum(-1, keepdim=True)
     after = torch.cat([sums, rest], 1).double().cumsum(1)
     total = after[:, -1:]
-    target = uniform[:, None] * total
-    block = torch.searchsorted(after, target, right=True).clamp(max=after.shape[1] - 1)
-    start = after.gather(1, (block - 1).clamp(min=0)) * (block > 0)
-    index = block * _BLOCK + torch.arange(_BLOCK, device=probability.device)
+    block, start, target = _block_of(after, uniform)
+    index = block * _BLOCK + torch.arange(_BLOCK)
     inside = probability.gather(1, index.clamp(max=vocab_size - 1)).double() * (index < vocab_size)
     bounds = torch.cat([start, start + inside.cumsum(1)], 1)
-    if exact:
-        # A block's sum in another order may end a little further than its last bound; the number is
-        # then in the share of the last token that has one.
-        target = torch.minimum(target, torch.nextafter(bounds[:, -1:], start))
     place = torch.searchsorted(bounds[:, 1:].contiguous(), target, right=True)
     place = place.clamp(max=_BLOCK - 1)
     below, above = bounds.gather(1, place), bounds.gather(1, place + 1)

@@ -248,23 +248,32 @@ class Batch:
 
     def _after(self, token: Tensor, span: int, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The logits after one more token of every row, whose keys and values join the cache."""
-        backbone = self._backbone
-        position, keys = self._position, backbone.num_key_heads
+        backbone, position = self._backbone, self._position
         bias = torch.zeros(len(token), 1, span, device=token.device).masked_fill_(
             torch.arange(span, device=token.device) > position[:, None, None], -math.inf
         )
         cos, sin = (table.index_select(0, position) for table in tables)
-        heads = torch.arange(len(token) * keys, device=token.device).view(-1, keys)
-        where = (heads * self._capacity + position[:, None]).view(-1)
+        where = self._places()
         x = backbone.embed(token)
         for layer, (key_cache, value_cache) in zip(backbone.layers, self._cache, strict=True):
             query, key, value = backbone.project(x, layer, cos, sin)
-            for cache, new in ((key_cache, key), (value_cache, value)):
-                flat = cache.view(-1, backbone.head_dim)
-                flat.index_put_((where,), new.reshape(-1, backbone.head_dim))
+            self._write((key_cache, value_cache), (key, value), where)
             mixed = attend_cache(
                 query, key_cache[:, :, :span], value_cache[:, :, :span], bias, backbone.scale
             )
             x = backbone.finish(x, mixed, layer)
         states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
         return self._network.head(states)
+
+    def _places(self) -> Tensor:
+        """Where each row's next token goes in a cache [M * K * S, E]: i64[M * K]."""
+        keys = self._backbone.num_key_heads
+        heads = torch.arange(len(self.row) * keys, device=self._device).view(-1, keys)
+        return (heads * self._capacity + self._position[:, None]).view(-1)
+
+    def _write(
+        self, caches: tuple[Tensor, Tensor], news: tuple[Tensor, Tensor], where: Tensor
+    ) -> None:
+        size = self._backbone.head_dim
+        for cache, new in zip(caches, news, strict=True):
+            cache.view(-1, size).index_put_((where,), new.reshape(-1, size))

@@ -1,12 +1,12 @@
 """Generation on a device that the host should not wait for, with the rows and caches of `decode`.
 
 A token of every row is one step of fixed shape: the model's forward pass over a fixed number of
-cache positions, sampling, and noting what was sampled in a window. Everything that a step reads and
-writes lies in tensors that stay where they are, so on CUDA it is captured as a graph once for each
-number of rows and positions, and replayed (`step_graphs.py`). The host looks at every 16th token,
-at the window, in one copy: then it records the tokens, rows that ended are given, rows that wait
-enter, and the batch shrinks. A row that ends in between computes on until then, at position 0 of
-its own cache, and nothing of it is recorded.
+cache positions, or in 16 bits on CUDA over those that each row uses, sampling, and noting what was
+sampled in a window. Everything that a step reads and writes lies in tensors that stay where they
+are, so on CUDA it is captured as a graph once for each number of rows and positions, or bound of
+them, and replayed. The host looks at every 16th token, at the window, in one copy: then it records
+the tokens, rows that ended are given, rows that wait enter, and the batch shrinks. A row that ends
+in between computes on until then, at position 0 of its own cache, and nothing of it is recorded.
 
 The host looks at every token where it must: where responses may end with a string, and where newer
 weights may come between two tokens. Newer weights are written where the old ones lie, so graphs
@@ -17,11 +17,13 @@ On the CPU, where tests run it, every sample is that of `decode` bit for bit.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....dataflow.errors import WorkerError
@@ -31,6 +33,7 @@ from .backbone import LeanBackbone
 from .decode import Batch, entering
 from .network import LeanNetwork
 from .packing import ALIGN, round_up
+from .varlen import UsedPositions, attend_used, has_kernel
 
 _RESERVED = 0.1
 """Share of a device's memory that is left for reading texts and to other processes."""
@@ -85,6 +88,17 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def prepare_capture(device: torch.device, room: int) -> None:
+    """Have on the current stream what a capture must not make, and that much memory to be had."""
+    # cuBLAS takes its memory for a stream and a thread at its first product there.
+    some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.addmm(some[0], some, some @ some)
+    torch.cuda.synchronize(device)
+    # Memory that torch has and does not use cannot become a graph's.
+    if torch.cuda.mem_get_info(device)[0] < room:
+        torch.cuda.empty_cache()
+
+
 class StepGraphs:
     """Runs a step: the first time for a number of positions as it is, from then on as a graph.
 
@@ -92,17 +106,21 @@ class StepGraphs:
     from one to the next.
 
     It does not hold on to the step: what that writes into would live until Python looks for cycles.
+
+    Args:
+        device: Where the step runs.
+        room: Bytes that a step takes at most for what it does not leave.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, room: int = 0) -> None:
+        self._device, self._room = device, room
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._weights_at = 0
+        self._weights_at: object = None
         self._stream = capture_stream(device)
         self.num_captured = 0  # Graphs captured so far, dropped ones as well
 
-    def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
+    def run(self, step: Callable[[int], None], span: int, weights_at: object) -> None:
         """Do the step once for some positions; graphs of weights at another address are void."""
         if weights_at != self._weights_at:
             self.clear()
@@ -112,11 +130,9 @@ class StepGraphs:
             graph.replay()
             return
         with torch.cuda.device(self._device):
-            # Libraries set themselves up in their first call, which a graph must not record.
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                step(span)
-            torch.cuda.current_stream().wait_stream(self._stream)
+            # Libraries and compilers set themselves up in their first call, which a graph must not
+            # record. What it takes of memory is free for others afterwards: their stream is this.
+            step(span)
             self._graphs[span] = self._captured(step, span)
 
     def clear(self) -> None:
@@ -124,20 +140,31 @@ class StepGraphs:
         self._pool = None
 
     def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
-        if self._pool is None:  # the pool of dropped graphs is not used again
+        if self._pool is None:  # a pool ends with its last graph, and is not used again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            step(span)
+        collects = gc.isenabled()
+        gc.disable()  # what it frees could make the device wait, which a capture refuses
+        try:
+            # `torch.cuda.graph` would empty torch's memory first, which others would miss. Other
+            # threads may go on using the device meanwhile.
+            with torch.cuda.stream(self._stream):
+                prepare_capture(self._device, self._room)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step(span)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         self.num_captured += 1
         return graph
 
 
 TOKENS_PER_LOOK = 16
 _LEAST_SPAN = 64
+_LEAST_BOUND, _BOUNDS = 1024, 3
 
 
 def decode_on_device(
@@ -174,6 +201,12 @@ def span_bucket(length: int, most: int) -> int:
     return min(-(-length // unit) * unit, most)
 
 
+def bound_of(length: int, most: int) -> int:
+    """A bound for rows of `length` cache positions, of three powers of two that end at `most`."""
+    least = max(_LEAST_BOUND, (1 << (most - 1).bit_length()) >> (_BOUNDS - 1))
+    return min(max(least, 1 << (length - 1).bit_length()), most)
+
+
 class DeviceBatch(Batch):
     """A `Batch` whose rows go several tokens at a time. M rows, W tokens of a window.
 
@@ -181,6 +214,8 @@ class DeviceBatch(Batch):
     """
 
     shrinks_to = 0.5  # of other rows other graphs are captured
+    flash = True
+    """Whether attention goes through the kernel of `varlen` where it runs."""
 
     def __init__(
         self, network: LeanNetwork, sampler: ResponseSampler, most: int, longest: int
@@ -196,7 +231,10 @@ class DeviceBatch(Batch):
         self._known = torch.zeros(len(self.row), dtype=torch.bool)
         self._response = torch.zeros(len(self.row), dtype=torch.int64)
         # Of the step, on a CUDA device; None elsewhere. Without them it runs as it is.
-        self.graphs = StepGraphs(self._device) if self._device.type == "cuda" else None
+        room = len(self.row) * bytes_per_row(self._backbone, 0)
+        self.graphs = StepGraphs(self._device, room) if self._device.type == "cuda" else None
+        heads, size = self._backbone.num_heads, self._backbone.head_dim
+        self._has_kernel = DeviceBatch.flash and has_kernel(self._new(0, heads, size))
 
     # --- tokens
 
@@ -221,20 +259,39 @@ class DeviceBatch(Batch):
 
     def run(self, count: int) -> None:
         """Sample so many tokens, at most 16, of every row that does not end before."""
-        longest = self._sampler.longest_now(self._response[self._known])
-        span = span_bucket(longest - 1 + count, self._positions)
+        longest = self._sampler.longest_now(self._response[self._known]) - 1 + count
+        size = bound_of if self._has_kernel else span_bucket
+        span = size(longest, self._positions)
+        # Frozen weights may move as well, to another device and back.
+        weights_at = (self._network.flat.place, self._backbone.embedding.data_ptr())
         self._next.zero_()
         for _ in range(count):
             if self.graphs is None:
                 self.sample_next(span)
             else:
-                self.graphs.run(self.sample_next, span, self._network.flat.place)
+                self.graphs.run(self.sample_next, span, weights_at)
 
     def sample_next(self, span: int) -> None:
         """Append the last token of every row to its cache, and sample the next; without a look."""
         logits = self._after(self._token, span, self._tables)
         self._position.add_(1)
         self._take(logits, self.live)
+
+    def _after(self, token: Tensor, span: int, tables: tuple[Tensor, Tensor]) -> Tensor:
+        if not self._has_kernel:
+            return super()._after(token, span, tables)
+        backbone, position = self._backbone, self._position
+        used = UsedPositions.until(position, span, backbone.num_key_heads, self._capacity)
+        cos, sin = (table.index_select(0, position) for table in tables)
+        where = self._places()
+        x = backbone.embed(token)
+        for layer, caches in zip(backbone.layers, self._cache, strict=True):
+            query, key, value = backbone.project(x, layer, cos, sin)
+            self._write(caches, (key, value), where)
+            mixed = attend_used(query, caches, used, backbone.scale)
+            x = backbone.finish(x, mixed, layer)
+        states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
+        return self._network.head(states)
 
     def _take(self, logits: Tensor, live: Tensor) -> None:
         """Sample a token of some of the rows, and note it: bool[M]."""

@@ -239,6 +239,47 @@ def flash_forward(
     return mixed, sums, state, unused
 
 
+@dataclass(frozen=True)
+class UsedPositions:
+    """Positions of the rows of a cache, [M, K, S, E], that a query each may look at."""
+
+    count: Tensor  # i32[M]; at least 1
+    most: int  # At least the largest; the kernel divides a row by it
+    query_start: Tensor  # i32[M + 1]
+    key_start: Tensor  # i32[M + 1]; in tokens [n, K, E], which overlap
+
+    @staticmethod
+    def until(position: Tensor, most: int, keys: int, capacity: int) -> UsedPositions:
+        """Those up to one of each row, i64[M]."""
+        start = torch.arange(len(position) + 1, device=position.device, dtype=torch.int32)
+        return UsedPositions((position + 1).int(), most, start, start * (keys * capacity))
+
+
+def attend_used(
+    query: Tensor, cache: tuple[Tensor, Tensor], used: UsedPositions, scale: float
+) -> Tensor:
+    """One query of each row over the positions of its cache that are in use.
+
+    Shapes: `query` [M, H, E], for which `has_kernel` is true; `cache` keys and values [M, K, S, E],
+    contiguous. Returns [M, H * E].
+    """
+    rows, keys, positions, size = cache[0].shape
+    # Position k of row m is token m * K * S + k of the first head, and other heads stand S * E on.
+    shape = (rows * keys * positions - (keys - 1) * positions, keys, size)
+    key, value = (part.as_strided(shape, (size, positions * size, 1)) for part in cache)
+    return used_forward(query, key, value, used, scale).flatten(1)
+
+
+def used_forward(
+    query: Tensor, key: Tensor, value: Tensor, used: UsedPositions, scale: float
+) -> Tensor:
+    """The kernel, for `attend_used`: [M, H, E]."""
+    forward: Any = torch.ops.aten._flash_attention_forward  # pyright: ignore[reportPrivateUsage]
+    ends = (used.query_start, used.key_start, 1, used.most)
+    rest = (0.0, False, False)
+    return forward(query, key, value, *ends, *rest, scale=scale, seqused_k=used.count)[0]
+
+
 def flash_backward(
     upstream: Tensor,
     query: Tensor,

@@ -19,17 +19,21 @@ from in_flight_streams import alone, check_parted, check_versions, streamed
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.torch_engine import device_decode, generator
+from penstock.workers.engines.torch_engine.attention import attend_cache
 from penstock.workers.engines.torch_engine.device_decode import (
     DeviceBatch,
+    bound_of,
     decode_on_device,
     span_bucket,
 )
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
+from penstock.workers.engines.torch_engine.varlen import UsedPositions, attend_used
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import EOS, TOKENIZER, VOCAB, make_policy, make_prompts
+from varlen_reference import use_reference
 
 FILTERS: dict[str, Any] = {
     "top_p": 0.9,
@@ -147,6 +151,35 @@ def test_tokens_after_new_weights_are_theirs(rows: int, monkeypatch: pytest.Monk
         lengths = roll.mask.sum(1)
         num_old = (5 - (lengths.cumsum(0) - lengths)).clamp(min=0)
     check_versions(roll, num_old)
+
+
+# --- attention by the kernel over used lengths
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-biased", "llama-all-heads", "qwen2", "qwen3"])
+def test_samples_by_the_kernel_are_those_of_the_plain_loop(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its numbers by plain torch, in float32, so that only rounding differs."""
+    network = network_of(family)
+    sampling = Sampling(num_samples=3, max_new_tokens=30)
+    expected = sampled(network, sampling)
+    use_reference(monkeypatch)
+    monkeypatch.setattr(device_decode, "has_kernel", lambda query: True)  # pyright: ignore[reportUnknownLambdaType]
+    for max_rows in (512, 7):
+        found = on_device(monkeypatch, network, sampling, max_rows)
+        assert torch.equal(found.token, expected.token)
+        torch.testing.assert_close(found.logprob, expected.logprob, atol=3e-6, rtol=0)
+
+
+def test_a_call_has_three_bounds_at_most():
+    for most in (16, 300, 1023, 1024, 1025, 2500, 4096, 9000, 32_768):
+        bounds = [bound_of(length, most) for length in range(1, most + 1)]
+        assert bounds == sorted(bounds)
+        assert len(set(bounds)) <= (1 if most <= 1024 else 3)
+        assert bounds[-1] == most
+        for length, bound in enumerate(bounds, 1):
+            assert length <= bound <= max(1024, 2 * length, most // 2)
 
 
 # --- looks and operations
@@ -323,6 +356,37 @@ def test_graphs_are_captured_once_for_each_size(monkeypatch: pytest.MonkeyPatch)
     assert batch.graphs is not None
     assert batch.graphs.num_captured == len(sizes)
     assert 1 < len(sizes) < 12
+
+
+@pytest.mark.gpu
+def test_memory_that_torch_has_for_others_stays_while_graphs_are_captured():
+    network, sampling = cuda_network("qwen3", "bfloat16"), Sampling(max_new_tokens=40)
+    spare = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del spare
+    before = torch.cuda.memory_reserved()
+    sampled(network, sampling)
+    assert torch.cuda.memory_reserved() >= before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [12, 2])
+def test_the_kernel_attends_to_used_positions_alone(heads: int):
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device="cuda").bfloat16()
+
+    caches = (some(32, 2, 192, 64), some(32, 2, 192, 64))
+    query = some(32, 3 * heads, 64)[:, heads : 2 * heads]  # a view, as of queries beside keys
+    position = torch.arange(0, 192, 6, device="cuda")
+    hidden = torch.arange(192, device="cuda") > position[:, None, None]
+    bias = torch.zeros(hidden.shape, device="cuda").masked_fill_(hidden, -torch.inf)
+    key, value = (part.float() for part in caches)
+    expected = attend_cache(query.float(), key, value, bias, 0.125)
+    for most in (192, 1024):
+        used = UsedPositions.until(position, most, 2, 192)
+        found = attend_used(query, caches, used, 0.125)
+        torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.gpu

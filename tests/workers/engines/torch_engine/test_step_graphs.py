@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int]] = []
         self.pools: list[object] = []
+        self.rooms: list[tuple[object, ...]] = []
         self._into: Any = None
         driver = self
 
@@ -27,15 +29,14 @@ class Driver:
             def replay(self) -> None:
                 driver.log.append(("replayed", self.done))
 
-        @contextmanager
-        def graph(
-            graph: Graph, *, pool: object, stream: object, capture_error_mode: str
-        ) -> Generator[None]:
-            assert capture_error_mode == "thread_local"
-            driver.pools.append(pool)
-            driver._into = graph
-            yield
-            driver._into = None
+            def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                assert not gc.isenabled()
+                driver.pools.append(pool)
+                driver._into = self
+
+            def capture_end(self) -> None:
+                driver._into = None
 
         def context(given: object) -> object:
             return nullcontext()
@@ -43,19 +44,19 @@ class Driver:
         class Stream:
             def __init__(self, device: object = None) -> None: ...
 
-            def wait_stream(self, other: Stream) -> None: ...
-
         fakes: dict[str, Callable[..., object]] = {
             "stream": context,
-            "current_stream": Stream,
             "device": context,
             "CUDAGraph": Graph,
-            "graph": graph,
             "graph_pool_handle": object,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(device_decode, "capture_stream", Stream)
+        monkeypatch.setattr(device_decode, "prepare_capture", self.prepare)
+
+    def prepare(self, *given: object) -> None:
+        self.rooms.append(given)
 
     def step(self, span: int) -> None:
         if self._into is None:
@@ -68,7 +69,7 @@ def test_the_first_step_of_a_span_is_done_and_captured_and_others_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver = Driver(monkeypatch)
-    graphs = StepGraphs(torch.device("cuda"))
+    graphs = StepGraphs(torch.device("cuda"), 300)
     for span in (64, 64, 128, 64, 128):
         graphs.run(driver.step, span, 7)
     assert driver.log == [
@@ -81,6 +82,8 @@ def test_the_first_step_of_a_span_is_done_and_captured_and_others_replayed(
     assert graphs.num_captured == 2
     assert len(driver.pools) == 2
     assert len(set(driver.pools)) == 1  # one pool
+    assert driver.rooms == 2 * [(torch.device("cuda"), 300)]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("how", ["cleared", "other weights"])

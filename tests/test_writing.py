@@ -20,7 +20,7 @@ MOST_LINES = {
     "planner": 9_700,
     "workers": 39_950,
     "configs": 1_300,
-    "launch": 18_600,
+    "launch": 18_700,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

@@ -31,6 +31,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
+from ...workers.weight_sync.channel import Transport
 
 ENV_SPECS = Registry[Any](
     {
@@ -70,8 +71,9 @@ class _Pair(NamedTuple):
     train: EngineKind
     rollout: EngineKind | None  # what generates, if that is another
 
-    def planned(self) -> RoleEngines:
-        return RoleEngines(self.train.planned, self.rollout and self.rollout.planned)
+    def planned(self, transport: Transport) -> RoleEngines:
+        rollout = self.rollout and self.rollout.planned
+        return RoleEngines(self.train.planned, rollout, keeps_sent=transport == "cuda_ipc")
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,10 @@ class Engines:
         language = issubclass(graph.roles[node.role], (Policy, ValueModel, RewardModel))
         return language and self.runs(graph, node).planned.views
 
-    def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
-        others = {role: pair.planned() for role, pair in self.of_roles.items()}
-        return _Pair(self.train, self.rollout).planned(), others | dict.fromkeys(self.own, _OWN)
+    def planned(self, transport: Transport) -> tuple[RoleEngines, dict[str, RoleEngines]]:
+        others = {role: pair.planned(transport) for role, pair in self.of_roles.items()}
+        own = dict.fromkeys(self.own, _OWN)
+        return _Pair(self.train, self.rollout).planned(transport), others | own
 
     def check_generates(self, graph: Graph) -> None:
         """Refuse a step that generates, on an engine that does not, without another that does."""

@@ -594,7 +594,7 @@ def _best(
 ) -> Plan:
     graph = run.main.graph
     items = train_items(graph, run.main.config.per_step)
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     # Imported here: a run in one process plans nothing, and the search is 23 modules.
     from ...planner.plan.planner import plan_step
     from ...planner.search.pins import Pins

@@ -229,7 +229,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     workload, schedule = inputs.workload(asked.workload), found.config.schedule
     lags, segments, refused = _schedules(graph, schedule, options, composed)
     found.engines.check_generates(graph)
-    engines, others = found.engines.planned()
+    engines, others = found.engines.planned(found.executor.transport)
     calls = calls_of(graph, workload, models)
     shapes = [model for model in models.values() if model is not None]
     notes = [*inputs.left_out(models), *cluster.notes(shape.dtype for shape in shapes)]
@@ -292,7 +292,7 @@ def _acting_request(
     notes = [
         f"times of one core are those of {profile.machine}: a faster core is not known of"
     ] if cluster.num_cores != profile.cores else []  # fmt: skip
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     return PlanRequest(
         graph=graph,
         models=dict.fromkeys(graph.roles),

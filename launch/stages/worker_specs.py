@@ -28,6 +28,7 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.options import check_early
+from ...dataflow.runtime.placement import sharing
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.environment import TASK_AGENTS
 from ...workers.engines.engine import EngineKind
@@ -40,6 +41,7 @@ from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.scores import CheckedRewardSpec
 from ...workers.training.optimizer import OptimizerSpec
+from ...workers.weight_sync.channel import Transport
 from ..inputs.data import Data, acted_in, env_task, game_task
 from ..inputs.engines import (
     ENV_SPECS,
@@ -83,6 +85,7 @@ HEADS: Mapping[str, HeadName] = {
 
 # Fields of a spec that the run fills in; the others may be set as `options`.
 _OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "longest_sequence"}
+_OF_MODELS |= {"sleeping_beside", "sent_from"}
 _OURS = {*_OF_MODELS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
 # The same of what looks at the task; a judge's `model` is the user's to name.
 _OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
@@ -330,10 +333,24 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
     rollout = engines.generator(role) if worker == "policy" else None
     if rollout is None:
         return trained
+    beside, senders = _beside(stage, role, run.executor.transport)
+    given |= {"sleeping_beside": lambda: beside, "sent_from": lambda: senders}
     # Without the stage's sampling, which each call brings.
     given["tokenizer"] = lambda: data.tokenizer_spec
     generator = _filled(rollout.rollout_spec, engines.rollout_options_of(role), given)
     return SplitPolicySpec(train=trained, rollout=generator)
+
+
+def _beside(stage: Stage, role: str, transport: Transport) -> tuple[int, int]:
+    """Groups that what generates takes turns with, and processes that keep what they sent it."""
+    placement = stage.placement
+    home, turns = placement.home(stage.graph, role), sharing(placement.groups)
+    hosts = [name for name in placement.hosts(stage.graph, role) if name != home]
+    beside = max((turns.get(name, frozenset()) for name in hosts), key=len, default=frozenset())
+    if home is None or home not in beside or transport != "cuda_ipc":
+        return len(beside), 0
+    trained = placement.group(home)
+    return len(beside), trained.tensor_parallel * trained.pipeline_parallel
 
 
 def _filled(kind: Any, options: Mapping[str, Any], given: Mapping[str, Callable[[], Any]]) -> Any:

@@ -111,6 +111,9 @@ class RoleEngines:
     # what trains and evaluates; every layout of a plan is one that it runs
     train: EngineModel = ANY
     rollout: EngineModel | None = None  # what generates, likewise; None if the same engine does
+    # whether what is sent to a generation on the same devices stays in their memory: the version
+    # that it has and the next (`executor.transport=cuda_ipc`)
+    keeps_sent: bool = False
 
     def runs(self, kind: CallKind) -> EngineModel:
         return self.rollout if self.rollout is not None and kind == "generate" else self.train

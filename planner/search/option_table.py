@@ -164,14 +164,18 @@ class ModelTable:
                 and way.num_bytes == option.transient_bytes[name]
             }
             if resident == option.resident_bytes and len(plans) == len(ways):
-                return self._holds(calls, plans[calls[0].name].layout), plans
+                others = [call for name in beside for call in self._calls[name]]
+                return self._holds(calls, plans[calls[0].name].layout, others), plans
         raise PlanError(f"'{call_group}' has no such option on this mesh")
 
+    def _of(self, call: Call) -> RoleEngines:
+        return self._others.get(call.role, self._engines)
+
     def engine_of(self, call: Call) -> EngineModel:
-        return self._others.get(call.role, self._engines).runs(call.kind)
+        return self._of(call).runs(call.kind)
 
     def _apart(self, call: Call) -> bool:
-        return self._others.get(call.role, self._engines).apart(call.kind)
+        return self._of(call).apart(call.kind)
 
     # --- ways to run a call group
 
@@ -188,7 +192,7 @@ class ModelTable:
         calls = self._calls[call_group]
         others = [call for name in beside for call in self._calls[name]]
         for layout in self._layouts(calls, mesh, only, beside):
-            held = sum(parts.total for parts in self._holds(calls, layout).values())
+            held = sum(parts.total for parts in self._holds(calls, layout, others).values())
             if layout.offload and only is None:
                 # To move a little out and in again costs time, and makes room for nothing.
                 resident = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
@@ -279,7 +283,9 @@ class ModelTable:
         )
         return kept and self.engine_of(call).refuses(call, layout) is None
 
-    def _holds(self, calls: Sequence[Call], layout: Layout) -> Mapping[str, Parts]:
+    def _holds(
+        self, calls: Sequence[Call], layout: Layout, beside: Sequence[Call]
+    ) -> Mapping[str, Parts]:
         # A frozen role that one engine evaluates and another samples from is there twice.
         held: dict[str, Parts] = {}
         if layout.offload:
@@ -291,6 +297,10 @@ class ModelTable:
                 name = first.role if first.leader else first.call_group
                 parts = self.engine_of(first).memory.resident(self._copy(first), layout)
                 held[name] = held.get(name, Parts()).plus(parts)
+        if any(self._apart(call) and self._of(call).keeps_sent for call in beside):
+            sent = calls[0].model.sent_bytes(calls[0].head)
+            senders = layout.tp * layout.pp * layout.cp * (layout.dp if layout.zero > 1 else 1)
+            held["weights sent"] = Parts(transfer=2 * -(-sent // senders))
         return held
 
     def _copy(self, call: Call) -> Call:

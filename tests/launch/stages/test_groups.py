@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
+from penstock.launch.stages.worker_specs import worker_spec
 
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
 FSDP = "engine=fsdp rollout=torch executor.groups.train=1 executor.groups.rollout=1 "
@@ -78,3 +81,26 @@ def test_a_group_that_can_have_the_model_is_accepted(words: str) -> None:
     if "megatron" in words:
         pytest.importorskip("megatron", reason="megatron-core is not installed")
     prepare(run_of(words), dry=True)
+
+
+TURNS = (
+    "engine=fsdp rollout=vllm executor.groups.train=1 executor.groups.rollout=1 "
+    "executor.device=cuda executor.tensor_parallel.train=2 executor.tensor_parallel.rollout=2 "
+    "executor.nodes.actor.generate=rollout "
+)
+ON_THE_SAME = "executor.devices.train=[0,1] executor.devices.rollout=[0,1] "
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (TURNS, (0, 0)),
+        (TURNS + ON_THE_SAME, (1, 0)),
+        (TURNS + ON_THE_SAME + "executor.transport=cuda_ipc", (1, 2)),
+    ],
+)
+def test_vllm_is_told_what_keeps_memory_of_its_devices(words: str, found: tuple[int, int]) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    run = prepare(run_of(words), dry=True)
+    spec: Any = worker_spec(run.main, "actor", run, {})
+    assert (spec.rollout.sleeping_beside, spec.rollout.sent_from) == found

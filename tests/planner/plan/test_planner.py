@@ -219,6 +219,20 @@ def test_a_call_that_converses_is_divided_where_its_engine_can(
     assert any(option.layouts["actor.generate"].tp > 1 for option in found) == divides
 
 
+@pytest.mark.parametrize("keeps_sent", [False, True])
+def test_what_trains_keeps_two_versions_of_what_it_sends_in_its_memory(keeps_sent: bool) -> None:
+    calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
+    engines = RoleEngines(TORCH.planned, VLLM.planned, keeps_sent=keeps_sent)
+    table, mesh = ModelTable(calls, GPU_DEFAULTS, engines=engines), Mesh(h100(1), (8,))
+    for beside in ((), ("actor.generate",)):
+        for option in table.options("actor", mesh, beside=beside):
+            held, _ = table.explain("actor", mesh, option, beside=beside)
+            assert sum(parts.total for parts in held.values()) == option.resident_bytes
+            layout, sent = option.layouts["actor.train"], llama(7).sent_bytes()
+            kept = 2 * -(-sent // (layout.tp * layout.pp)) if keeps_sent and beside else 0
+            assert sum(parts.transfer for parts in held.values()) == kept
+
+
 def test_a_model_that_waits_in_host_memory_is_loaded_before_each_call() -> None:
     calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
     table = ModelTable(calls, GPU_DEFAULTS)

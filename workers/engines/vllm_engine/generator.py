@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -16,8 +18,9 @@ from typing_extensions import override
 from ....algorithms.roles.language import Turn, TurnRequest
 from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import ConfigError
-from ....dataflow.options import PositiveFraction, PositiveInt, option_class
+from ....dataflow.options import NonNegativeInt, PositiveFraction, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.formatting import bytes_text
 from ...models.architecture import empty_model
 from ...models.file_weights import as_in_files
 from ...models.lora import AdaptedModel, LoraSpec
@@ -181,6 +184,11 @@ def take(key: str) -> VllmEngine | None:
 Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 """As vLLM calls its ways to quantize weights that are not; its "fp8" is for files that are."""
 
+_OWN_SHARE = 0.92
+"""VLLM's own `gpu_memory_utilization`."""
+_CONTEXT_BYTES = 1 << 30
+"""GPU memory of a sleeping process: its context, with kernels and their workspaces."""
+_APART = "divide the model (executor.tensor_parallel), or put it on GPUs of its own"
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
 _LENGTH_STEP = 64
@@ -213,7 +221,8 @@ class VllmPolicySpec:
     """Key-value cache of one process. None: on CPUs room for that many longest sequences, on GPUs
     what `memory_fraction` leaves."""
     memory_fraction: PositiveFraction | None = None
-    """Share of a GPU's memory, for weights, activations and cache together. None: vLLM's own."""
+    """Share of a GPU's memory, for weights, activations and cache together. None: vLLM's own, or
+    what is left beside what groups keep that take turns on the GPU."""
     quantization: Quantization | None = None
     """Has vLLM compute matrix products in FP8 on GPUs, with weights that it quantizes as they are
     loaded, each time: what is sent stays as it is trained. `fp8_per_block` has a scale for each
@@ -224,6 +233,11 @@ class VllmPolicySpec:
     """Adapters, which alone are received, and merged into weights that are kept beside vLLM's."""
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
+    sleeping_beside: NonNegativeInt = 0
+    """Groups that take turns with it on its GPUs; a run fills it in."""
+    sent_from: NonNegativeInt = 0
+    """Processes that divide the weights they send, of which two versions stay in the GPUs' memory
+    (`executor.transport=cuda_ipc`); 0 if none stays. A run fills it in."""
 
     def check_group(self, context: WorkerContext) -> None:
         if context.pipeline_parallel > 1:
@@ -281,6 +295,7 @@ class VllmGenerator(GenerationEngine):
         _check_folder(spec.model, context)
         config: Any = spec.model.config
         self.shapes = {name: one.shape for name, one in empty_model(config).named_parameters()}
+        weight_bytes = _num_bytes(self.shapes, spec.model.dtype) // (2 if spec.quantization else 1)
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
@@ -298,6 +313,16 @@ class VllmGenerator(GenerationEngine):
             adapters = self._adapted.adapters
             self.shapes = {name: tensor.shape for name, tensor in adapters.items()}
         options = engine_options(spec, config, self.num_positions, context)
+        if torch.device(context.device).type == "cuda":
+            share = memory_share(
+                spec,
+                context.role,
+                needed=weight_bytes // context.tensor_parallel
+                + (spec.kv_cache_bytes or token_bytes(config, spec, context) * self.num_positions),
+                sent=_num_bytes(self.shapes, self.dtype),
+                device=torch.cuda.get_device_properties(context.device).total_memory,
+            )
+            options = replace(options, memory_fraction=share)
         self.key = engine_key(config, options)  # What such engines have in common
         kept = take(self.key)
         # The engine: one that an earlier run of this process left, if it is like this one
@@ -378,10 +403,7 @@ def engine_options(
     on_cpu = torch.device(context.device).type == "cpu"
     cache, rows = spec.kv_cache_bytes, spec.max_decode_rows
     if on_cpu:
-        heads = max(config.num_key_value_heads // context.tensor_parallel, 1)
-        element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
-        token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
-        each = token * -(-longest // _CPU_BLOCK) * _CPU_BLOCK
+        each = token_bytes(config, spec, context) * -(-longest // _CPU_BLOCK) * _CPU_BLOCK
         # The cache takes half of the memory that is free, shared among processes.
         sharing = context.num_processes * context.num_replicas
         free = psutil.virtual_memory().available // (2 * sharing)
@@ -398,6 +420,50 @@ def engine_options(
         device=context.device,
         tensor_parallel=context.tensor_parallel,
         process=context.process,
+    )
+
+
+def token_bytes(config: Any, spec: VllmPolicySpec, context: WorkerContext) -> int:
+    """Keys and values of one token in one process."""
+    heads = max(config.num_key_value_heads // context.tensor_parallel, 1)
+    element = getattr(torch, spec.model.dtype).itemsize
+    return 2 * config.num_hidden_layers * heads * _head_dim(config) * element
+
+
+def _num_bytes(shapes: Mapping[str, torch.Size], dtype: str) -> int:
+    return sum(shape.numel() for shape in shapes.values()) * getattr(torch, dtype).itemsize
+
+
+def memory_share(
+    spec: VllmPolicySpec, role: str, *, needed: int, sent: int, device: int
+) -> float | None:
+    """Share of a GPU of `device` bytes for vLLM, whose weights and least cache are `needed` bytes.
+
+    Groups that take turns with it keep their contexts and, of `sent` bytes of weights, the version
+    that it has and the next. None for vLLM's own share.
+
+    Raises:
+        ConfigError: If that does not fit.
+    """
+    kept = spec.sleeping_beside * _CONTEXT_BYTES
+    kept += 2 * -(-sent // spec.sent_from) if spec.sent_from else 0
+    if not kept:
+        return spec.memory_fraction
+    left = max(device - kept, 0)
+    fits = math.floor(1000 * left / device) / 1000
+    share = spec.memory_fraction or min(_OWN_SHARE, fits)
+    if needed <= share * device <= left:
+        return share
+    wants, ways = max(needed, int(share * device) if share > fits else 0), [_APART]
+    if spec.sent_from:
+        ways.insert(0, "leave executor.transport=cuda_ipc out")
+    if needed <= fits * device:
+        ways.insert(0, f"set rollout.options.memory_fraction={fits}")
+    raise ConfigError(
+        f"'{role}' generates with vLLM in turns with {spec.sleeping_beside} other group(s), which "
+        f"keep {bytes_text(kept)} of each GPU of {bytes_text(device)} while they sleep\n    "
+        f"vLLM may have {bytes_text(left)}, and is to have {bytes_text(wants)}\n    "
+        + ", or ".join(ways)
     )
 
 

@@ -31,11 +31,11 @@ import torch
 from bench import machine, parser, table
 from gpu_ablation import ablation
 from gpu_case import Bench, Figure, scale
-from gpu_commands import agents, in_place, paths, plan, runs
+from gpu_commands import agents, paths, plan, runs
 from gpu_compute import engines, inventory, logprobs, train
 from gpu_generate import adapters, decode, determinism
 from gpu_kernels import kernels
-from gpu_run import smollm2, step
+from gpu_run import in_place, smollm2, step
 from gpu_transfer import sleep, weights
 
 LIMIT_S = 1500.0

@@ -100,7 +100,7 @@ def _trained(bench: Bench, name: str) -> Iterator[Figure]:
             first_s = meter.once(lambda step=step: train_step(policy, batch, step))
         error = float((_gradient(policy) - grad).norm() / grad.norm())
         meter.peak_gib(reset=True)
-        on_s, off_s = list[float](), list[float]()
+        on_s, off_s, peak_gib = list[float](), list[float](), None
         for _ in range(TURNS):
             with switch.switched_off(policy):
                 off_s.append(meter.once(lambda step=step: train_step(policy, batch, step)))

@@ -107,20 +107,6 @@ def agents(bench: Bench) -> Iterator[Figure]:
     yield _ran(bench, "conversations, qwen2.5-0.5b", (*AGENTS, *some, *shape))
 
 
-def in_place(bench: Bench) -> Iterator[Figure]:
-    """Time FSDP that generates in the process that trains, and with a generator beside it.
-
-    Both are on one device, and their steps, memory and weights stand beside each other.
-    """
-    some = SMALL
-    if bench.sizes.is_cuda:
-        some = ("model=qwen2.5-0.5b", *SMALL_MODEL, "task.max_response_tokens=64")
-        some += ("algorithm.num_steps=4", "evaluation.num_prompts=16")
-        some += ("algorithm.per_step.prompts=16",)
-    yield _ran(bench, "fsdp generates in place", ("engine=fsdp", *some, "rollout=torch"))
-    yield _ran(bench, "fsdp, and a generator of its own", ("engine=fsdp", *some, *APART))
-
-
 def plan(bench: Bench) -> Iterator[Figure]:
     """Profile the device, plan a run with what was found, and carry the plan out."""
     sizes, device = bench.sizes, _device(bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_case import SAMPLES, Bench, Figure, prompts_of
@@ -24,8 +26,10 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.placement import one_group
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.runtime.messages import StepResult
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.placement.machine import analytic_cpus, cluster_spec
 from penstock.launch.run_dir.samples import read_samples
 from penstock.launch.stages.stage_result import node_seconds
@@ -35,12 +39,15 @@ from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec
 from penstock.planner.plan.plan import Prediction
 from penstock.planner.plan.planner import plan_step
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.registry import DEFAULT
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec, TorchPolicySpec
+from penstock.workers.rollout.generator_policy import SplitPolicySpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
 STEP_ERROR = 0.15
+HAND_OVER_S = 0.05
 WARM_UP = 1
 SMOLLM2_STEPS = 34
 MICRO_BATCH_TOKENS = 16_384
@@ -94,25 +101,40 @@ class Case:
 
     def run(self) -> tuple[list[float], dict[str, float]]:
         """Seconds of each timed step, and the median of each node."""
-        graph, name = self.graph(), self.sizes.large
-        actor = TorchPolicySpec(
-            model=self.bench.model(name),
-            end_ids=(self.sizes.models[name]["vocab_size"],),
-            optimizer=OptimizerSpec(lr=1e-6),
-        )
+        graph = self.graph()
         placement = one_group(graph, device=self.sizes.device.partition(":")[0])
+        actor = TorchPolicySpec(optimizer=OptimizerSpec(lr=1e-6), **self.actor_fields())
         steps: list[float] = []
         nodes: dict[str, list[float]] = {}
+        for seconds, result in self.steps(graph, placement, actor):
+            steps.append(seconds)
+            for node, its_s in node_seconds(result.spans).items():
+                nodes.setdefault(node, []).append(its_s)
+        return steps[WARM_UP:], {n: statistics.median(s[WARM_UP:]) for n, s in nodes.items()}
+
+    def actor_fields(self) -> dict[str, Any]:
+        """What every recipe of the policy has."""
+        name = self.sizes.large
+        words = self.sizes.models[name]["vocab_size"]
+        return {"model": self.bench.model(name), "end_ids": (words,)}
+
+    def steps(
+        self, graph: Graph, placement: Placement, actor: WorkerSpec
+    ) -> Iterator[tuple[float, StepResult]]:
+        """Run all steps; seconds and result of each."""
         workers = {"actor": actor, "reward": EvenRewardSpec()}
-        with Engine(graph, placement, workers=workers, executor=InProcess()) as engine:
+        with Engine(
+            graph,
+            placement,
+            workers=workers,
+            executor=InProcess(),
+            schedule=Schedule(max_lag=0),
+        ) as engine:
             begin_s = time.perf_counter()
             for result in engine.run({"prompts": self}, WARM_UP + self.sizes.steps):
                 end_s = time.perf_counter()
-                steps.append(end_s - begin_s)
+                yield end_s - begin_s, result
                 begin_s = end_s
-                for node, seconds in node_seconds(result.spans).items():
-                    nodes.setdefault(node, []).append(seconds)
-        return steps[WARM_UP:], {n: statistics.median(s[WARM_UP:]) for n, s in nodes.items()}
 
     def predicted(self, cluster: ClusterSpec, constants: Constants) -> Prediction:
         """The planner's model of this engine."""
@@ -190,6 +212,66 @@ def step(bench: Bench) -> Iterator[Figure]:
                 "predicted_nodes_s": dict(predicted.durations_s),
             },
         )
+
+
+# --- two layouts
+
+
+def in_place(bench: Bench) -> Iterator[Figure]:
+    """FSDP whose process generates over the weights that it trains, and in turns of them.
+
+    Both on one device and in one process: how long weights take from the one to the other, and how
+    much the device holds.
+    """
+    case, name = Case(bench), bench.sizes.large
+    found: dict[str, dict[str, Any]] = {}
+    for side in ("in place", "in turns"):
+        graph, steps = case.graph(), list[float]()
+        hand_overs, peaks = list[float](), dict[str, int]()
+        device, within = (
+            bench.sizes.device.partition(":")[0],
+            ("main" if side == "in place" else ""),
+        )
+        main = DeviceGroup("main", num_ranks=1, device=device, devices=(0,))
+        rollout = DeviceGroup("rollout", num_ranks=1, device=device, devices=(0,), within=within)
+        nodes = {
+            node.name: "rollout" if node.name == "actor.generate" else "main"
+            for node in graph.nodes
+            if node.name not in graph.sources
+        }
+        fields = case.actor_fields()
+        actor = SplitPolicySpec(
+            train=FsdpPolicySpec(optimizer=OptimizerSpec(lr=1e-6), **fields),
+            rollout=TorchGeneratorSpec(**fields),
+        )
+        for seconds, result in case.steps(graph, Placement((main, rollout), nodes), actor):
+            steps.append(seconds)
+            hand_overs.append(sum(end - start for start, end in result.weights_s))
+            for span in result.spans:
+                peaks[span.node] = max(peaks.get(span.node, 0), span.peak_bytes)
+        found[side] = {"steps_s": steps, "hand_overs_s": hand_overs, "peak_bytes": peaks}
+        gc.collect()
+        yield Figure(
+            name=f"weights from FSDP to its generator, {side}, {name}",
+            value=statistics.median(hand_overs[WARM_UP:]),
+            unit="s",
+            goal=HAND_OVER_S if side == "in place" else None,
+            most=True,
+            details=found[side],
+        )
+    less = {
+        node: 1 - peak / found["in turns"]["peak_bytes"][node]
+        for node, peak in found["in place"]["peak_bytes"].items()
+        if peak
+    }
+    at_most = [max(one["peak_bytes"].values()) for one in found.values()]
+    yield Figure(
+        name=f"memory that generating in place saves, {name}",
+        value=(at_most[1] - at_most[0]) / 2**30 if less else None,
+        unit="GiB",
+        open="" if less else "torch counts memory of CUDA devices only",
+        details={"less_by_node": less},
+    )
 
 
 # --- SmolLM2

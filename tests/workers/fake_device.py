@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.workers.engines.torch_engine import device_decode
 from penstock.workers.engines.torch_engine.backbone import Linears
 from penstock.workers.engines.torch_engine.device_decode import DeviceBatch
 from penstock.workers.rollout.response_sampler import TokenSampler
@@ -136,8 +134,7 @@ def fake_batch(
             seen=torch.empty(num_rows, vocab_size, dtype=torch.bool, device="cuda"),
         )
         sampler: Any = SimpleNamespace(tokens=tokens, record_later=list)
-        with mock.patch.object(device_decode, "StepGraphs"):  # which asks for a driver
-            batch: Any = DeviceBatch(own, sampler, num_rows, positions)
+        batch: Any = DeviceBatch(own, sampler, num_rows, positions)
         batch._reserve(positions)
         yield batch
 

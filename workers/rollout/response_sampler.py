@@ -217,6 +217,19 @@ class TokenSampler:
         self._may_end = may_end[:vocab_size]
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
+    def alike(self, other: TokenSampler) -> bool:
+        """Whether another's responses, of the same engine, could be sampled in their place."""
+        same = self._sampling == other._sampling and len(self._may_end) == len(other._may_end)
+        return same and self._uniform.shape == other._uniform.shape
+
+    def take(self, other: TokenSampler) -> None:
+        """Sample another's responses from now on, where these lay, and nothing of these."""
+        self.length.copy_(other.length)
+        self._limit.copy_(other._limit)
+        self._uniform.copy_(other._uniform)
+        if self._seen is not None and other._seen is not None:
+            self._seen.copy_(other._seen)
+
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:
         self._uniform[row, : len(uniform)] = uniform.to(self._uniform.device)
         self.length[row], self._limit[row] = 0, limit

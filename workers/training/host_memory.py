@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class HostRoom:
 
 _PINNED = HostRoom()
 """This process's room, empty until something on a GPU sleeps."""
+MEMORY_TO_SPARE: WeakSet[Any] = WeakSet()
+"""Objects with memory that only makes their next call faster. They `give_up` once others sleep."""
 
 
 class HostCopy:
@@ -67,6 +70,8 @@ class HostCopy:
         void: Iterable[Tensor] = (),
         room: HostRoom | None = None,
     ) -> None:
+        for one in [*MEMORY_TO_SPARE] if device == "cuda" else []:
+            one.give_up()
         storages = _storages(tensors, device)
         lost = _storages(void, device).keys()
         self._room = _PINNED if room is None and device == "cuda" else room

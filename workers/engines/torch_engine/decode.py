@@ -216,11 +216,15 @@ class Batch:
         if size > self.shrinks_to * len(self.row):
             return None
         keep = torch.argsort(free.to(torch.int8), stable=True)[:size]
+        self._keep(keep)
+        return keep
+
+    def _keep(self, keep: Tensor) -> None:
+        """Have these rows alone, i64[m]."""
         self.row, self.live, self.held = self.row[keep], self.live[keep], self.held[keep]
         self._position = self._position[keep]
         for layer, (key, value) in enumerate(self._cache):
             self._cache[layer] = key[keep], value[keep]
-        return keep
 
     def _count(self) -> None:
         self.num_live = int(self.live.sum())

@@ -18,6 +18,7 @@ On the CPU, where tests run it, every sample is that of `decode` bit for bit.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...rollout.response_sampler import ResponseSampler
+from ...training.host_memory import MEMORY_TO_SPARE
 from .backbone import LeanBackbone
 from .decode import Batch, entering
 from .network import LeanNetwork
@@ -165,21 +167,58 @@ class StepGraphs:
 TOKENS_PER_LOOK = 16
 _LEAST_SPAN = 64
 _LEAST_BOUND, _BOUNDS = 1024, 3
+_KEPT_SHARE = 16
+"""A batch is kept from call to call if it takes at most one in so many of a device's bytes."""
+
+
+class KeptBatch:
+    """A batch with its graphs that one generator's calls leave to the next, while it is small.
+
+    Whether it is kept depends on sizes alone, and what is sampled does not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._batch: DeviceBatch | None = None
+        MEMORY_TO_SPARE.add(self)
+
+    def take(self, sampler: ResponseSampler, rows: int, positions: int) -> DeviceBatch | None:
+        """The batch if it has so many rows and positions, ready for other responses; else none."""
+        batch, self._batch = self._batch, None
+        return batch if batch is not None and batch.begins(sampler, rows, positions) else None
+
+    def put(self, batch: DeviceBatch) -> None:
+        if batch.num_bytes <= _most_kept(batch.row.device):
+            self._batch = batch
+
+    def give_up(self) -> None:
+        """Free its memory: something sleeps, so that others can use the device."""
+        self._batch = None
+
+
+@cache
+def _most_kept(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory // _KEPT_SHARE
 
 
 def decode_on_device(
-    network: LeanNetwork, sampler: ResponseSampler, max_rows: int
+    network: LeanNetwork, sampler: ResponseSampler, max_rows: int, kept: KeptBatch | None = None
 ) -> Iterator[Tensor]:
     """Sample the responses that are open; see `decode.decode`."""
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
-    longest = sampler.longest(waiting)
-    if network.device.type == "cuda":
-        max_rows = network.agreed(
-            rows_in_memory(network.backbone, network.device, longest, max_rows)
-        )
-    batch = DeviceBatch(network, sampler, min(len(waiting), max_rows), longest)
+    kept = KeptBatch() if kept is None else kept
+    # Calls of about the same size have the same.
+    positions = span_bucket(sampler.longest(waiting))
+    batch = kept.take(sampler, min(len(waiting), max_rows), positions)
+    if batch is None:
+        if network.device.type == "cuda":
+            max_rows = network.agreed(
+                rows_in_memory(network.backbone, network.device, positions, max_rows)
+            )
+        batch = DeviceBatch(network, sampler, min(len(waiting), max_rows), positions)
     while len(waiting) or batch.num_live:
         count = entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
         if count:
@@ -193,12 +232,14 @@ def decode_on_device(
                 yield ended  # before anything is computed of the next tokens
         if not len(waiting):
             batch.shrink()
+    kept.put(batch)
 
 
-def span_bucket(length: int, most: int) -> int:
+def span_bucket(length: int, most: int | None = None) -> int:
     """Cache positions to attend over for rows of `length`: few sizes, at most 1/4 too large."""
     unit = max(_LEAST_SPAN, (1 << (length - 1).bit_length()) // 8)
-    return min(-(-length // unit) * unit, most)
+    span = -(-length // unit) * unit
+    return span if most is None else min(span, most)
 
 
 def bound_of(length: int, most: int) -> int:
@@ -227,14 +268,33 @@ class DeviceBatch(Batch):
         self._tables = self._backbone.rope(self._positions + 1)
         self._token = torch.zeros_like(self.row)
         self._next = torch.zeros(1, dtype=torch.int64, device=self._device)  # place in the window
-        self._window = self._new_window()
+        # i64[W * 3 * M], of which some rows' window is the beginning
+        self._windows = self.row.new_zeros(TOKENS_PER_LOOK * 3 * len(self.row))
         self._known = torch.zeros(len(self.row), dtype=torch.bool)
         self._response = torch.zeros(len(self.row), dtype=torch.int64)
-        # Of the step, on a CUDA device; None elsewhere. Without them it runs as it is.
-        room = len(self.row) * bytes_per_row(self._backbone, 0)
-        self.graphs = StepGraphs(self._device, room) if self._device.type == "cuda" else None
+        self._whole = (self.row, self.live, self.held, self._position, self._token)
+        self._whole_cache: list[tuple[Tensor, Tensor]] = []
+        # Of the step, by the number of rows, on a CUDA device. Without them it runs as it is.
+        self.graphs: dict[int, StepGraphs] = {}
+        self.num_bytes = len(self.row) * bytes_per_row(self._backbone, longest)
         heads, size = self._backbone.num_heads, self._backbone.head_dim
         self._has_kernel = DeviceBatch.flash and has_kernel(self._new(0, heads, size))
+
+    def begins(self, sampler: ResponseSampler, most: int, longest: int) -> bool:
+        """Whether its graphs serve other responses; then it has none of those that it had."""
+        given = (round_up(most), self._span(longest - 1))
+        tokens = self._sampler.tokens
+        if given != (len(self._whole[0]), self._positions) or not tokens.alike(sampler.tokens):
+            return False
+        sampler.record_later()
+        tokens.take(sampler.tokens)
+        sampler.tokens, self._sampler = tokens, sampler
+        for own in self._whole:
+            own.zero_()
+        self.row, self.live, self.held, self._position, self._token = self._whole
+        self._cache = [*self._whole_cache]
+        self._known = torch.zeros(len(self.row), dtype=torch.bool)
+        return True
 
     # --- tokens
 
@@ -246,7 +306,7 @@ class DeviceBatch(Batch):
         self._next.zero_()
         self._take(self.logits, entered)
         self.logits = self._new(0)
-        self._response = self.row.cpu()
+        self._response = self.row.to("cpu", copy=True)
         return self._looked(1)
 
     def advance(self) -> Tensor:
@@ -265,11 +325,19 @@ class DeviceBatch(Batch):
         # Frozen weights may move as well, to another device and back.
         weights_at = (self._network.flat.place, self._backbone.embedding.data_ptr())
         self._next.zero_()
+        graphs = self._graphs()
         for _ in range(count):
-            if self.graphs is None:
+            if graphs is None:
                 self.sample_next(span)
             else:
-                self.graphs.run(self.sample_next, span, weights_at)
+                graphs.run(self.sample_next, span, weights_at)
+
+    def _graphs(self) -> StepGraphs | None:
+        rows = len(self.row)
+        if self._device.type == "cuda" and rows not in self.graphs:
+            room = rows * bytes_per_row(self._backbone, 0)
+            self.graphs[rows] = StepGraphs(self._device, room)
+        return self.graphs.get(rows)
 
     def sample_next(self, span: int) -> None:
         """Append the last token of every row to its cache, and sample the next; without a look."""
@@ -300,7 +368,7 @@ class DeviceBatch(Batch):
         tokens.note(sampled, self.row, live)
         # Of one type, so that one copy brings all three to the host.
         note = [sampled.token, sampled.logprob.view(torch.int32).long(), live.long()]
-        self._window.index_copy_(0, self._next, torch.stack(note)[None])
+        self._window().index_copy_(0, self._next, torch.stack(note)[None])
         self._next.add_(1)
         self._token.copy_(torch.where(live, sampled.token, self._token))
         self.live.copy_(tokens.goes_on(sampled, self.row, live) | (self.live & ~live))
@@ -308,7 +376,7 @@ class DeviceBatch(Batch):
 
     def _looked(self, count: int) -> Tensor:
         """Record the tokens of the window; which responses have ended: i64[n], ascending."""
-        token, bits, live = self._window[:count].cpu().unbind(1)  # the one wait for the device
+        token, bits, live = self._window()[:count].cpu().unbind(1)  # the one wait for the device
         live, logprob = live.bool(), bits.int().view(torch.float32)
         goes_on = self._sampler.record(self._response, live, token, logprob)
         self._known = goes_on | (self._known & ~live[0])
@@ -325,11 +393,12 @@ class DeviceBatch(Batch):
 
     def _reserve(self, capacity: int) -> None:
         super()._reserve(max(capacity, self._positions))
+        self._whole_cache = self._whole_cache or [*self._cache]
 
-    def _new_window(self) -> Tensor:
+    def _window(self) -> Tensor:
         """i64[W, 3, M]: tokens, the bits of their log-probabilities, and which rows were live."""
         shape = (TOKENS_PER_LOOK, 3, len(self.row))
-        return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return self._windows[: math.prod(shape)].view(shape)
 
     def shrink(self) -> Tensor | None:
         # Other rows need other graphs.
@@ -337,9 +406,17 @@ class DeviceBatch(Batch):
             return None
         keep = super().shrink()
         if keep is not None:
-            if self.graphs is not None:
-                self.graphs.clear()
-            self._token, self._window = self._token[keep], self._new_window()
             keep_here = keep.cpu()
             self._known, self._response = self._known[keep_here], self._response[keep_here]
         return keep
+
+    def _keep(self, keep: Tensor) -> None:
+        # To the front of where they are: graphs of so many rows, perhaps of another call, have them
+        # there.
+        def moved(own: Tensor) -> Tensor:
+            return own[: len(keep)].copy_(own[keep])
+
+        own = (self.row, self.live, self.held, self._position, self._token)
+        self.row, self.live, self.held, self._position, self._token = map(moved, own)
+        for layer, (key, value) in enumerate(self._cache):
+            self._cache[layer] = moved(key), moved(value)

@@ -38,7 +38,7 @@ from ...rollout.sampling import SampleStreams
 from ...training.host_memory import HostCopy, give_back_freed
 from .attention import attend_cache
 from .decode import Batch, decode
-from .device_decode import decode_on_device
+from .device_decode import KeptBatch, decode_on_device
 from .network import LeanNetwork, TorchNetwork
 from .packing import ALIGN
 
@@ -329,6 +329,7 @@ class TorchGenerator(GenerationEngine):
         self._max_rows = max_rows
         self._tokenizer = tokenizer
         self._host_copy: HostCopy | None = None
+        self._kept = KeptBatch()
         module: Any = network.module
         self._module = module
         self.shapes = {param.name: torch.Size(param.shape) for param in network.layout.params}
@@ -373,8 +374,9 @@ class TorchGenerator(GenerationEngine):
 
     def _decode(self, sampler: ResponseSampler) -> Iterator[Tensor]:
         if isinstance(self.network, LeanNetwork):
-            sampled = decode if self.network.device.type == "cpu" else decode_on_device
-            return sampled(self.network, sampler, self._max_rows)
+            if self.network.device.type == "cpu":
+                return decode(self.network, sampler, self._max_rows)
+            return decode_on_device(self.network, sampler, self._max_rows, self._kept)
         return decode_plain(self._module, sampler, self._max_rows)
 
     @override

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,8 +20,10 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.torch_engine import device_decode, generator
 from penstock.workers.engines.torch_engine.attention import attend_cache
+from penstock.workers.engines.torch_engine.decode import decode
 from penstock.workers.engines.torch_engine.device_decode import (
     DeviceBatch,
+    KeptBatch,
     bound_of,
     decode_on_device,
     span_bucket,
@@ -31,6 +33,7 @@ from penstock.workers.engines.torch_engine.varlen import UsedPositions, attend_u
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
+from penstock.workers.training.host_memory import HostCopy
 from torch import Tensor
 from torch_models import EOS, TOKENIZER, VOCAB, make_policy, make_prompts
 from varlen_reference import use_reference
@@ -58,18 +61,26 @@ def network_of(name: str, dtype: str = "float32") -> Any:
 
 
 def stream(
-    network: Any, sampling: Sampling, max_rows: int, begun: BegunRows | None = None
+    network: Any,
+    sampling: Sampling,
+    max_rows: int,
+    begun: BegunRows | None = None,
+    seed: int = 7,
 ) -> Iterator[EndedRows]:
     prompt, prompt_id = make_prompts(9, longest=40)
-    streams = SampleStreams(7, "actor", CallKey(4, 1), prompt_id, sampling.num_samples)
+    streams = SampleStreams(seed, "actor", CallKey(4, 1), prompt_id, sampling.num_samples)
     engine = TorchGenerator(network, [EOS], max_rows, TOKENIZER)
     return engine.stream(prompt, streams, sampling, begun)
 
 
 def sampled(
-    network: Any, sampling: Sampling, max_rows: int = 512, begun: BegunRows | None = None
+    network: Any,
+    sampling: Sampling,
+    max_rows: int = 512,
+    begun: BegunRows | None = None,
+    seed: int = 7,
 ) -> Responses:
-    given = stream(network, sampling, max_rows, begun)
+    given = stream(network, sampling, max_rows, begun, seed)
     return collected(given, 9 * sampling.num_samples, sampling.max_new_tokens)
 
 
@@ -151,6 +162,48 @@ def test_tokens_after_new_weights_are_theirs(rows: int, monkeypatch: pytest.Monk
         lengths = roll.mask.sum(1)
         num_old = (5 - (lengths.cumsum(0) - lengths)).clamp(min=0)
     check_versions(roll, num_old)
+
+
+# --- a batch that is kept
+
+
+@pytest.mark.parametrize("way", ["plainly", "filtered"])
+def test_a_batch_that_is_kept_samples_what_a_new_one_does(
+    way: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In three calls of other seeds; it shrinks in each, and has its rows back in the next."""
+    network, kept = network_of("qwen3"), KeptBatch()
+    sampling = Sampling(num_samples=12, max_new_tokens=60, **WAYS[way])
+    made: list[DeviceBatch] = []
+    begin = DeviceBatch.__init__
+
+    def begun(self: DeviceBatch, *args: Any) -> None:
+        begin(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(DeviceBatch, "__init__", begun)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_decode, "_most_kept", lambda device: 1 << 30)  # pyright: ignore[reportUnknownLambdaType]
+        patch.setattr(generator, "decode", partial(decode_on_device, kept=kept))
+        found = [sampled(network, sampling, seed=seed) for seed in range(3)]
+    assert len(made) == 1
+    assert len(made[0].row) < 112  # of 108
+    for seed, responses in enumerate(found):
+        assert_same(responses, sampled(network, sampling, seed=seed))
+    HostCopy([])
+    assert kept.take(made[0]._sampler, 108, made[0]._positions) is None  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_batch_of_other_sizes_is_not_used_again(monkeypatch: pytest.MonkeyPatch):
+    network, kept = network_of("qwen2-tied"), KeptBatch()
+    monkeypatch.setattr(generator, "decode", partial(decode_on_device, kept=kept))
+    for size, samples, options in ((1 << 30, 3, {}), (1 << 30, 2, {}), (1 << 30, 2, FILTERS)):
+        monkeypatch.setattr(device_decode, "_most_kept", lambda device, size=size: size)  # pyright: ignore[reportUnknownLambdaType]
+        sampling = Sampling(num_samples=samples, max_new_tokens=20, **options)
+        found = sampled(network, sampling)
+        with monkeypatch.context() as patch:
+            patch.setattr(generator, "decode", decode)
+            assert_same(found, sampled(network, sampling))
 
 
 # --- attention by the kernel over used lengths
@@ -353,9 +406,33 @@ def test_graphs_are_captured_once_for_each_size(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(DeviceBatch, "sample_next", stepped)
     sampled(cuda_network("qwen3", "bfloat16"), Sampling(num_samples=12, max_new_tokens=150))
     (batch,) = batches
-    assert batch.graphs is not None
-    assert batch.graphs.num_captured == len(sizes)
+    assert sum(graphs.num_captured for graphs in batch.graphs.values()) == len(sizes)
     assert 1 < len(sizes) < 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["plainly", "filtered"])
+def test_a_call_of_the_same_size_captures_nothing(way: str, monkeypatch: pytest.MonkeyPatch):
+    network = cuda_network("qwen3", "bfloat16")
+    sampling = Sampling(num_samples=12, max_new_tokens=100, **WAYS[way])
+    engine = TorchGenerator(network, [EOS], 512, TOKENIZER)
+
+    def call(seed: int) -> Responses:
+        prompt, prompt_id = make_prompts(9, longest=40)
+        streams = SampleStreams(seed, "actor", CallKey(4, 1), prompt_id, 12)
+        return collected(engine.stream(prompt, streams, sampling), 108, 100)
+
+    def captured() -> int:
+        kept = engine._kept._batch  # pyright: ignore[reportPrivateUsage]
+        assert kept is not None
+        return sum(graphs.num_captured for graphs in kept.graphs.values())
+
+    call(7)
+    before = captured()
+    assert_same(call(7), eagerly(monkeypatch, network, sampling))
+    assert captured() == before > 0
+    call(8)
+    assert captured() <= before + 2  # it may shrink to other numbers of rows
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ batch; what a part finds is written to it, named by part, layout and process.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -134,15 +135,15 @@ def train(part: Part) -> None:
     learn(part, "qwen3", "qwen3", micro_batch_tokens=200)
 
 
-class _Gathers(TorchDispatchMode):
-    """Counts the gatherings of weights."""
+class _Counted(TorchDispatchMode):
+    """Counts the operations with such a name."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.count = 0
+        self.name, self.count = name, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allgather" in str(func)
+        self.count += self.name in str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -156,7 +157,7 @@ def ways(part: Part) -> None:
     for name, options in ways.items():
         policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=60, **options)
         found: dict[str, Tensor] = {}
-        with _Gathers() as gathers:
+        with _Counted("allgather") as gathers:
             for step in range(3):
                 sleep_offloaded([policy])
                 if policy.offload:
@@ -330,6 +331,19 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
         if needed(layout) == size:
             begin(layout, process, folder)
+    dist.destroy_process_group()
+    if process == 0:
+        train_alone(folder)
+
+
+def train_alone(folder: Path) -> None:
+    """In one process, whose group of one another library would first have to start."""
+    rejoin(0, 1, folder, "store-alone")
+    with _Counted("c10d") as collectives:
+        policy = Part(0, [1, 1, 1], folder).policy("qwen2-tied", optimizer=OPTIMIZER)
+        metrics = train_policy(policy, load_batch(folder))
+    found = {"collectives": collectives.count, "norm": bool(metrics["grad_norm"] > 0)}
+    (folder / "alone.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -17,7 +17,8 @@ from ...dataflow.errors import PlanError
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
 from ..training.checkpoint_files import HoldsWeights, gather_weights
-from ..training.data_parallel import RankGroup
+from ..training.data_parallel import RankGroup, sum_over
+from ..training.host_memory import sent
 from ..training.network import M, Outputs
 from ..training.token_logprob import entropy_of_sums, exponential_sums, finite_
 
@@ -233,7 +234,7 @@ def sum_parts(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Add tensors up over processes, in place and together."""
     if parts:
         sums = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(sums, group=group)
+        sum_over(sums, group)
         for part, total in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
 
@@ -318,7 +319,7 @@ class DividedNetwork:
     def idle(self) -> Tensor:
         """A zero from one token, for a rank without rows: its collectives must still run."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        anchor = self.outputs(token, token == 0).anchor
+        anchor = self.outputs(token, sent(torch.ones(1, 1, dtype=torch.bool), self.device)).anchor
         assert anchor is not None
         return anchor
 

@@ -152,14 +152,17 @@ class RankProcess:
             address = self._got(address, self._start_s)
         listener, self._listener = self._listener, None
         bound_groups(self._deadline_s)
+        # Without a device NCCL would guess it, by the number of the process.
+        on_gpu = self._group.device.startswith("cuda")
         dist.init_process_group(
-            "nccl" if self._group.device.startswith("cuda") else "gloo",
+            "nccl" if on_gpu else "gloo",
             store=meet(
                 address, listener, self._home.host, self._group.num_processes, self._start_s
             ),
             rank=self._process,
             world_size=self._group.num_processes,
             timeout=timedelta(seconds=self._deadline_s),
+            device_id=torch.device("cuda:0") if on_gpu else None,
         )
 
     def admit(self, group: DeviceGroup, process: int, places: tuple[int, ...]) -> None:

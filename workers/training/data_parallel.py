@@ -77,6 +77,12 @@ class RankGroup:
         return sorted(known)
 
 
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Add up over a group, by default the whole; one of a single process need not start NCCL."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
+
+
 def worker_group(context: WorkerContext) -> DeviceGroup:
     return DeviceGroup(
         context.role,

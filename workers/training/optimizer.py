@@ -20,7 +20,7 @@ from ...dataflow.options import (
     PositiveFloat,
     option_class,
 )
-from .data_parallel import RankGroup
+from .data_parallel import RankGroup, sum_over
 
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
 """Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
@@ -351,7 +351,7 @@ class SharedAdamW(AdamW):
     def _norm(self, own: Tensor) -> float:
         square = square_sum(own, self._counted)
         for group in self._norm_groups:
-            dist.all_reduce(square, group=group)
+            sum_over(square, group)
         return math.sqrt(float(square))
 
     def _update(self, own: Tensor, lr: float) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from penstock.dataflow.runtime.placement import DeviceGroup
+from penstock.workers.executors import rank_process
+from penstock.workers.executors.rank_process import RankProcess
 
 _SCRIPT = """
 import numpy, torch
@@ -55,3 +60,25 @@ def test_groups_that_libraries_make_wait_as_long_as_a_call_may_take() -> None:
     )
     expected = ["0:30:00 False", "3:20:00 True", "3:20:00"]
     assert done.stdout.splitlines() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", ("gloo", None)), ("cuda", ("nccl", torch.device("cuda:0")))]
+)
+def test_nccl_need_not_guess_its_device(
+    device: str, said: tuple[str, torch.device | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str, torch.device | None]] = []
+
+    def init(backend: str, *, device_id: torch.device | None, **others: object) -> None:
+        found.append((backend, device_id))
+
+    monkeypatch.setattr(rank_process, "meet", lambda *given: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(rank_process, "bound_groups", lambda *given: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    process = RankProcess.__new__(RankProcess)
+    limits = {"_deadline_s": 1.0, "_start_s": 1.0}
+    group, home = DeviceGroup("train", 2, device), SimpleNamespace(host="here")
+    vars(process).update(_listener=None, _home=home, _group=group, _process=1, **limits)
+    process.join(("here", 1))
+    assert found == [said]

@@ -28,13 +28,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention.bias import causal_lower_right
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup, rank_group
+from ...training.host_memory import on_host, sent
 from ...training.network import Outputs
 from ..divided_network import check_order, join_processes
+from ..torch_engine.varlen import attend_sequences, has_kernel, places_of_rows
 
 ATTENTION = "penstock_context_parallel"
 """Name of `attend` in transformers."""
@@ -54,15 +55,21 @@ class ContextGroup:
 
     def cut(self, tokens: Tensor, reads: Tensor) -> CutRows:
         """This process's part of rows: `tokens` i64[rows, T], `reads` bool[rows, T]."""
-        width = tokens.shape[1]
+        width, device = tokens.shape[1], tokens.device
         chunk = -(-width // (2 * self.size))
-        place = torch.arange(chunk, device=tokens.device)
-        position = torch.cat([number * chunk + place for number in self.chunks])
+        position = torch.cat([n * chunk + torch.arange(chunk) for n in self.chunks])
         # Beyond the rows' end the last token stands again: nothing reads what follows from it.
-        taken = position.clamp(max=width - 1)
-        own = reads[:, taken] & (position < width)
-        number = (reads.flatten().cumsum(0).view(reads.shape) - 1)[:, taken][own]
-        return CutRows(tokens[:, taken], own, position[None], number, int(reads.sum()), self)
+        taken, whole = position.clamp(max=width - 1), on_host(reads)
+        own = whole[:, taken] & (position < width)
+        number = (whole.flatten().cumsum(0).view(whole.shape) - 1)[:, taken][own]
+        return CutRows(
+            tokens.index_select(1, sent(taken, device)),
+            sent(own, device),
+            sent(position[None], device),
+            sent(number, device),
+            int(whole.sum()),
+            self,
+        )
 
 
 @dataclass(frozen=True)
@@ -116,25 +123,26 @@ def attend(
     for part, number in zip(query.split(chunk, dim=2), context.chunks, strict=True):
         end = (number + 1) * chunk
         keys, values = both[:, :, :, :end]
-        mixed.append(
-            F.scaled_dot_product_attention(
-                part,
-                keys,
-                values,
-                attn_mask=_looks_at(chunk, end, query.device),
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )
-    return torch.cat(mixed, dim=2).transpose(1, 2), None
+        mixed.append(attend_to_end(part, keys, values, scaling))
+    return torch.cat(mixed, dim=1), None
 
 
-def _looks_at(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """The keys that the last so many queries of a row look at, bool[queries, keys]."""
-    if device.type == "cuda":  # says the same to kernels that need no mask, and share key heads
-        return causal_lower_right(num_queries, num_keys)
-    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return every.tril(num_keys - num_queries)
+def attend_to_end(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last C tokens of rows of T.
+
+    Shapes: `query` [rows, H, C, E]; `key` and `value` [rows, K, T, E]. Returns [rows, C, H, E].
+    """
+    (rows, heads, chunk, size), end = query.shape, key.shape[2]
+    if has_kernel(query):  # its causal mask is aligned at the end
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        places = places_of_rows(rows, chunk, end, query.device)
+        return attend_sequences(q, k, v, places, scale).view(rows, chunk, heads, size)
+    sees = torch.ones(chunk, end, dtype=torch.bool, device=query.device).tril(end - chunk)
+    gqa = heads != key.shape[1]
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=sees, scale=scale, enable_gqa=gqa
+    )
+    return mixed.transpose(1, 2)
 
 
 class _Whole(torch.autograd.Function):

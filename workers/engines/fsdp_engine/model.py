@@ -27,6 +27,7 @@ from ....dataflow.errors import ConfigError, PlanError
 from ...models.architecture import learn_padding
 from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import Head, HeadedModel, ModelSpec
+from ...training.host_memory import masked
 from ..divided_network import recompute_layers, undivided
 from ..torch_engine.backbone import is_lean
 from .declaration import DIVIDED_FAMILIES
@@ -82,11 +83,11 @@ class FsdpModel(nn.Module):
         rows = tokens.clamp(min=0)
         if head is None:
             whole: Any = self.module
-            picked = whole(input_ids=rows, use_cache=False).logits[reads]
+            picked = masked(whole(input_ids=rows, use_cache=False).logits, reads)
             return picked, picked.sum().float() * 0
         states = backbone(input_ids=rows, use_cache=False, **placed).last_hidden_state
         first = states.reshape(-1)[0].float() * 0
-        picked = states[reads].to(head.weight.dtype)
+        picked = masked(states, reads).to(head.weight.dtype)
         if self.apart:
             # What is read has a gradient of the head without it, which is as large as the head.
             if not len(picked):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +16,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
-from ...training.data_parallel import RankGroup
+from ...training.data_parallel import RankGroup, sum_over
 from ...training.network import M, MicroBatches, Outputs, R
 from ...training.optimizer import AdamW, OptimizerSpec, square_sum, update_weights
 from ...training.token_logprob import known_words, token_logprob, top_words
@@ -49,7 +48,7 @@ class FsdpAdamW(AdamW):
         square = square_sum(own, self._counted)
         if self._replicas.rank > 0:
             square.zero_()
-        dist.all_reduce(square)
+        sum_over(square)
         return math.sqrt(float(square))
 
     def _update(self, own: Tensor, lr: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ....planner.resharding.sharding import Sharding
 from ...training.checkpoint_files import pieces_on
 from ...training.data_parallel import RankGroup, rank_group, worker_group
 from ...training.flat_parameters import FlatParameters
+from ...training.host_memory import derived, masked
 from ...training.network import M, MicroBatches, Outputs, R
 from ...training.optimizer import AdamW, JoinedAdamW, OptimizerSpec, SharedAdamW
 from ..divided_network import DividedNetwork, sum_parts
@@ -128,7 +130,8 @@ class MegatronNetwork(DividedNetwork):
         if self._backbone.config.sequence_parallel:
             # The head below adds up its input's gradient over processes, so here it is only cut.
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        picked = states.transpose(0, 1)[self._padded(reads, False)]
+        padded = derived(reads, partial(self._padded, value=False))
+        picked = masked(states.transpose(0, 1), padded)
         head: Any = self._backbone.output_layer
         # The stage before waits for a gradient of the states, whatever is read.
         anchor = states.reshape(-1)[0].float() * 0

@@ -7,6 +7,8 @@ through the Hugging Face forward.
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 import math
 import traceback
 from collections import deque
@@ -49,17 +51,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Read:
-    """A model's caches for texts of one length, and the logits of the next token."""
+    """A model's caches for some texts, and the logits of the next token."""
 
     caches: list[Any]
     logits: Tensor
+    # i64[n]; tokens of each text, and of the longest, with which the others are padded on the left.
+    # None if they are equally long
+    length: Tensor | None = None
+    longest: int = 0
+
+    def placed(self, text: Tensor, num_more: int) -> dict[str, Tensor]:
+        """Arguments of a forward of one more token per row, which some others precede."""
+        if self.length is None:
+            return {}
+        end = self.longest + num_more + 1
+        before = torch.arange(end, device=text.device) - (self.longest - self.length[text, None])
+        return {"attention_mask": before >= 0, "position_ids": before[:, -1:]}
 
     def of(self, text: Tensor) -> tuple[Any, Tensor]:
         """Return a cache of their own, and logits, for rows that go on from texts: i64[n]."""
         if len(text) == 1 < len(self.caches):
             own = _Read([self.caches[int(text)]], self.logits[text])
             return own.of(torch.zeros_like(text))
-        cache = copy.deepcopy(self.caches[0])
+        cache = copy.copy(self.caches[0])
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
         for index, layer in enumerate(cache.layers):
             layers = [part.layers[index] for part in self.caches]
             layer.keys = torch.cat([part.keys for part in layers])[text]
@@ -67,43 +82,74 @@ class _Read:
         return cache, self.logits[text]
 
 
-def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
-    """Sample the responses that are open; see `decode.decode`."""
+def decode_plain(
+    module: Any, sampler: ResponseSampler, max_rows: int, *, padded: bool | None = None
+) -> Iterator[Tensor]:
+    """Sample the responses that are open; see `decode.decode`.
+
+    On a CPU those of one length are computed together, and rounded as each alone. On a device, or
+    if `padded`, others are padded on the left: a batch takes as many launches whatever its size.
+    """
+    as_one = module.device.type != "cpu" if padded is None else padded
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
     texts, text = sampler.texts(waiting)
     length = (texts >= 0).sum(1)[text]
-    for size in length.unique().tolist():  # those of one length from beginning to end
-        for rows in waiting[length == size].split(max_rows):
-            for _ in _sample(module, sampler, rows):
+    alike = [waiting[length == size] for size in length.unique().tolist()]
+    for some in [torch.cat(alike)] if as_one else alike:
+        for part in some.split(max_rows):
+            rows = part.sort().values
+            for _ in _sample(module, sampler, rows, as_one):  # from beginning to end
                 yield rows[:0]
             yield rows
 
 
-def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> Iterator[None]:
-    """Sample responses whose texts have one length: i64[n], ascending; pauses in flight."""
-    texts, text = (given.to(module.device) for given in sampler.texts(rows))
-    read, rows = _read(module, texts), rows.to(module.device)
-    with _rows_alike(module) as unit:
-        for place, live in _batches(torch.arange(len(rows), device=rows.device), unit):
+def _sample(module: Any, sampler: ResponseSampler, rows: Tensor, padded: bool) -> Iterator[None]:
+    """Sample some responses: i64[n], ascending; pauses in flight."""
+    texts, text = sampler.texts(rows)
+    text, device = text.to(module.device), module.device
+    read, rows = (_read_padded if padded else _read)(module, texts), rows.to(device)
+    with _rows_alike(module, padded) as unit:
+        for place, live in _batches(torch.arange(len(rows), device=device), unit):
             cache, logits = read.of(text[place])
-            while True:
+            for step in itertools.count():
                 sampled, live = sampler.sample(logits, rows[place], live)
                 if not bool(live.any()):
                     break
                 if call_in_flight():
                     yield
-                out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
-                logits = out.logits[:, -1]
+                placed = read.placed(text[place], step)
+                logits = _forward(module, sampled[:, None], placed, past_key_values=cache)[0]
 
 
 def _read(module: Any, texts: Tensor) -> _Read:
-    """Read texts of one length: on the CPU each of them alone."""
-    parts = texts.split(1) if texts.device.type == "cpu" else [texts]
-    outs = [module(input_ids=part, use_cache=True) for part in parts]
-    logits = torch.cat([out.logits[:, -1] for out in outs])
-    return _Read([out.past_key_values for out in outs], logits)
+    """Read texts of one length, each of them alone."""
+    outs = [_forward(module, part, {}) for part in texts.split(1)]
+    return _Read([cache for _, cache in outs], torch.cat([logits for logits, _ in outs]))
+
+
+def _read_padded(module: Any, texts: Tensor) -> _Read:
+    length, longest = (texts >= 0).sum(1), texts.shape[1]
+    if bool((length == longest).all()):
+        logits, cache = _forward(module, texts.to(module.device), {})
+        return _Read([cache], logits)
+    before = torch.arange(longest) - (longest - length[:, None])
+    moved = texts.gather(1, before % longest).clamp(min=0)
+    placed = {"attention_mask": before >= 0, "position_ids": before.clamp(min=0)}
+    there = {name: tensor.to(module.device) for name, tensor in placed.items()}
+    logits, cache = _forward(module, moved.to(module.device), there)
+    return _Read([cache], logits, length.to(module.device), longest)
+
+
+def _forward(
+    module: Any, tokens: Tensor, placed: Mapping[str, Tensor], **given: Any
+) -> tuple[Tensor, Any]:
+    """Logits after the last of some tokens, and the cache with them."""
+    known = inspect.signature(module.forward).parameters  # some read positions off the mask
+    placed = {name: tensor for name, tensor in placed.items() if name in known}
+    out = module(input_ids=tokens, use_cache=True, **placed, **given)
+    return out.logits[:, -1], out.past_key_values
 
 
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,9 +161,9 @@ def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @contextmanager
-def _rows_alike(module: Any) -> Generator[int | None]:
+def _rows_alike(module: Any, padded: bool) -> Generator[int | None]:
     """Have a model compute the rows of a batch alike; gives the unit of such batches' sizes."""
-    if module.device.type != "cpu":
+    if padded:
         yield None
         return
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

@@ -105,8 +105,8 @@ class Places:
         )
 
     def queries(self, x: Tensor) -> Tensor:
-        """[C, ...] of [N, ...]; what is added belongs to no sequence."""
-        if len(x) == self.num_queries:
+        """[C, ...] of [N, ...]; what is added belongs to no sequence. Nothing if N is larger."""
+        if len(x) >= self.num_queries:
             return x
         padded = x.new_empty(self.num_queries, *x.shape[1:])
         padded[: len(x)] = x
@@ -155,6 +155,14 @@ def find_places(sequences: Sequences) -> Places:
         _power_of_two(longest_query, _LEAST_LONGEST),
         _power_of_two(longest_key, _LEAST_LONGEST),
     )
+
+
+def places_of_rows(rows: int, num_queries: int, num_keys: int, device: torch.device) -> Places:
+    """Places of rows of so many keys, one after another, of which the last have queries."""
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    ends = starts * num_queries, starts * num_keys
+    return Places(*ends, None, empty.view(0, 1), empty, rows * num_queries, num_queries, num_keys)
 
 
 def _uses(key: Tensor, num_prompt_tokens: int, total: int) -> tuple[Tensor, Tensor]:

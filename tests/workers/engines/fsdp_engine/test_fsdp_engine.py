@@ -197,6 +197,10 @@ def test_four_steps_learn_what_the_torch_engine_learns(
     assert_as_torch(found, weights, metrics)
 
 
+def test_a_process_alone_takes_part_in_no_collective(folder: Path) -> None:
+    assert json.loads((folder / "alone.json").read_text()) == {"collectives": 0, "norm": True}
+
+
 def test_a_family_without_a_plan_learns_the_same(folder: Path):
     policy = torch_policy(ModelSpec(architecture=architecture("gpt2")), optimizer=OPTIMIZER)
     metrics = train_policy(policy, load_batch(folder))

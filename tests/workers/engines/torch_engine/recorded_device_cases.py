@@ -16,11 +16,14 @@ from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, ValueBatch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.fsdp_engine.mesh import ContextGroup, attend_to_end
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.host_memory import masked, sent
 from penstock.workers.training.optimizer import OptimizerSpec
 from recorded_device import NAME, RecordedDevice
+from torch import Tensor
 from torch_models import FAMILIES, make_batch, make_policy
 from varlen_reference import use_reference
 
@@ -105,3 +108,36 @@ def test_other_roles_do_not_wait_either() -> None:
         with call_scope(0, 0):
             there.train(ClippedValueLoss(), rows)
         assert device.waits.total() <= 7
+
+
+def test_rows_that_processes_share_are_cut_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last tokens of rows attend to all before them in the kernel, without a mask."""
+    nothing: Any = None
+    group = ContextGroup(0, 2, nothing)
+    tokens = torch.randint(3, 50, (3, 22), generator=torch.Generator().manual_seed(0))
+    reads = tokens % 3 > 0
+    expected, states = group.cut(tokens, reads), torch.randn(3, 12, 4)
+    query, key, value = (torch.randn(3, heads, 8, 16) for heads in (4, 2, 2))
+    parts = [query[:, :, :5], key, value]
+    use_reference(monkeypatch)
+    with RecordedDevice() as device:
+        there = device.device
+        found = group.cut(sent(tokens, there), sent(reads, there))
+        picked = masked(states.to(there, non_blocking=True), found.reads)
+        assert not device.waits
+        for name in ("tokens", "reads", "position", "number"):
+            assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+        assert torch.equal(picked.cpu(), states[expected.reads])
+        mixed, grads = with_gradients(parts)
+        half = [part.bfloat16().to(there) for part in parts]
+        device.waits.clear()
+        again, others = with_gradients(half)
+        assert {name for name in device.waits if "mask" in name} == set()
+        for one, other in zip([again, *others], [mixed, *grads], strict=True):
+            torch.testing.assert_close(one.cpu().float(), other, atol=0.1, rtol=0.05)
+
+
+def with_gradients(parts: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    leaves = [part.detach().requires_grad_() for part in parts]
+    mixed = attend_to_end(leaves[0], leaves[1], leaves[2], 0.25)
+    return mixed.detach(), torch.autograd.grad(mixed.float().square().sum(), leaves)

@@ -5,11 +5,14 @@ What it has in common with other engines is in `rollout/test_generation_engines.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine import generator
 from torch import Tensor
 from torch_models import FAMILIES, PLAIN, make_policy, make_prompts, module_of
 
@@ -83,6 +86,30 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
     finally:
         torch.set_num_threads(before)
     assert module_of(policy).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PLAIN, "mixtral"])
+def test_a_device_samples_prompts_of_all_lengths_in_one_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded on the left: the same tokens, in as many forward calls as the longest response has."""
+    policy, sampling = make_policy(name), Sampling(num_samples=2, max_new_tokens=12)
+    ragged, prompt_id = make_prompts(12, longest=14)
+    assert len((ragged >= 0).sum(1).unique()) > 5
+    alike = ragged[(ragged >= 0).sum(1).argmax()].flip(0).expand(12, -1)  # nothing is masked
+    alone = [generate(policy, prompt, prompt_id, sampling) for prompt in (ragged, alike)]
+    calls: list[int] = []
+    module_of(policy).register_forward_pre_hook(lambda *given: calls.append(1))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(generator, "decode_plain", partial(generator.decode_plain, padded=True))
+    for prompt, expected in zip((ragged, alike), alone, strict=True):
+        calls.clear()
+        found = generate(policy, prompt, prompt_id, sampling)
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(
+            found.behavior_logprob, expected.behavior_logprob, atol=1e-5, rtol=0
+        )
+        assert len(calls) <= 12
 
 
 @pytest.mark.slow

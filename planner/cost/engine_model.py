@@ -24,6 +24,13 @@ from .memory import Parts, resident_parts, transient_parts
 WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
 
 
+def least_shared(*, on_cpu: bool) -> float:
+    """Share of a micro-batch's tokens from which on an engine computes equal prompts once."""
+    # On a CPU 2 to 12 % were gained where it saves a tenth to a fifth of the tokens of rows of 80
+    # to 1,200, and 3 to 9 % lost in a model of two layers with rows of 25 to 70.
+    return 0.1 if on_cpu else 0.02
+
+
 class EngineMemory:
     """Bytes that an engine holds on each device; `Layout.offload` is the caller's business.
 

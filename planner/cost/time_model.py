@@ -167,7 +167,7 @@ class TimeModel:
     def __init__(self, constants: Constants, engine: EngineModel = ANY) -> None:
         self.constants = constants
         self._engine = engine
-        self._works: dict[int, tuple[Call, Work]] = {}
+        self._works: dict[tuple[int, bool], tuple[Call, Work]] = {}
         self._same: dict[Work, Work] = {}
         # Of the mesh that was asked for last.
         self._mesh: Mesh | None = None
@@ -185,7 +185,7 @@ class TimeModel:
         known = self._here.get(id(call))
         if known is None:
             machine = MachineRates.of(mesh, self.constants, call.model.dtype)
-            known = self._here[id(call)] = (self._work(call), machine)
+            known = self._here[id(call)] = (self._work(call, on_cpu=mesh.is_cpu), machine)
         work, machine = known
         # A forward pass and a generation are the same whatever training has chosen, but for
         # gathered weights; a pipeline of training is the same for every ZeRO stage.
@@ -209,12 +209,12 @@ class TimeModel:
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
         return kv_bytes_per_row(self._work(call), layout)
 
-    def _work(self, call: Call) -> Work:
-        known = self._works.get(id(call))
+    def _work(self, call: Call, *, on_cpu: bool = True) -> Work:
+        known = self._works.get((id(call), on_cpu))
         if known is None:
-            work = Work.of(call, self._engine)
+            work = Work.of(call, self._engine, on_cpu=on_cpu)
             # Calls that differ by name alone share what is kept.
-            known = self._works[id(call)] = (call, self._same.setdefault(work, work))
+            known = self._works[id(call), on_cpu] = (call, self._same.setdefault(work, work))
         return known[1]
 
 

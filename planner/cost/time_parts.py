@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..inputs.calls import Call, CallKind
 from ..inputs.cluster import Mesh
 from .calibration import Constants
-from .engine_model import ANY, EngineModel
+from .engine_model import ANY, EngineModel, least_shared
 
 
 class CallTime(NamedTuple):
@@ -130,8 +130,8 @@ class Work(NamedTuple):
     kv_layer_bytes: int  # key-value cache of one token in one layer and one key head
 
     @staticmethod
-    def of(call: Call, engine: EngineModel = ANY) -> Work:
-        share = _prompts_per_row(call) if engine.shares_prompts else 1.0
+    def of(call: Call, engine: EngineModel = ANY, *, on_cpu: bool = True) -> Work:
+        share = _prompts_per_row(call, on_cpu=on_cpu) if engine.shares_prompts else 1.0
         model, head = call.model, call.head
         mixture = model.num_experts > 0
         experts = model.expert_params * model.num_experts
@@ -173,17 +173,17 @@ class Work(NamedTuple):
         )
 
 
-def _prompts_per_row(call: Call) -> float:
+def _prompts_per_row(call: Call, *, on_cpu: bool) -> float:
     # Distinct prompts of a minibatch per row of it, if rows are sampled at random.
     # Of a prompt with n rows, of which each is sampled with probability p, some row is sampled with
-    # probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
+    # probability 1 - (1 - p)^n. Prompts are shared only where that saves enough of the tokens.
     rows = call.samples_per_prompt
     if call.kind == "generate" or rows == 1:
         return 1.0
     sampled = min(1.0, call.passes / call.updates)
     share = (1.0 - (1.0 - sampled) ** rows) / (rows * sampled)
     saved = (1.0 - share) * call.prompt.mean
-    return share if saved >= 0.2 * call.tokens_mean else 1.0
+    return share if saved >= least_shared(on_cpu=on_cpu) * call.tokens_mean else 1.0
 
 
 def _decode_bins(call: Call) -> tuple[tuple[float, float, float], ...]:

@@ -281,6 +281,7 @@ class DividedNetwork:
 
     is_divided = True
     sort_by_length = True
+    shares_prompts = False
     num_words: int | None = None
     context: WorkerContext
     device: torch.device

@@ -9,8 +9,9 @@ one prompt stay neighbors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
-from .host_memory import sent
+from .host_memory import on_host, sent
 
 T = TypeVar("T")
 
@@ -148,29 +149,87 @@ def micro_batches(
     max_tokens: int,
     *,
     sort_by_length: bool,
+    shares_prompts: bool = False,
 ) -> Iterator[Tensor]:
-    """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit."""
-    lengths = row_sizes(batch)[rows]
-    # The very tensor that was given, by which a caller sees that nothing was cut.
-    if unit == "row" and not sort_by_length and len(rows) and int(lengths.sum()) <= max_tokens:
-        yield rows
-        return
+    """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit.
+
+    With `shares_prompts` a prompt counts once for consecutive rows of a micro-batch.
+    """
+    length: list[int] = row_sizes(batch)[rows].tolist()
     units: dict[int, list[int]] = {}
     keys = (rows if unit == "row" else _group_ids(batch).cpu()[rows]).tolist()
     for at, key in enumerate(keys):
         units.setdefault(key, []).append(at)
     members = list(units.values())
-    length: list[int] = lengths.tolist()
     if sort_by_length:
         members.sort(key=lambda unit_rows: max(length[at] for at in unit_rows))
-    taken: list[int] = []
-    tokens = 0
-    for unit_rows in members:
-        size = sum(length[at] for at in unit_rows)
-        if taken and tokens + size > max_tokens:
-            yield rows[taken]
-            taken, tokens = [], 0
-        taken += unit_rows
-        tokens += size
-    if taken:
-        yield rows[taken]
+    order = [at for unit_rows in members for at in unit_rows]
+    again = [0] * len(order)
+    found = columns(batch)
+    if shares_prompts and {"tokens", "mask"} <= found.keys():
+        here = rows[order]
+        again = repeated_tokens(on_host(found["tokens"])[here], on_host(found["mask"])[here])
+    ends = list(accumulate(map(len, members)))
+    parts = bounded(ends, [length[at] for at in order], again, max_tokens)
+    for begin, end in parts:
+        # The very tensor that was given, by which a caller sees that nothing was cut.
+        whole = end - begin == len(rows) and unit == "row" and not sort_by_length
+        yield rows if whole else rows[order[begin:end]]
+
+
+def bounded(
+    ends: Sequence[int], sizes: Sequence[int], again: Sequence[int], max_tokens: int
+) -> list[tuple[int, int]]:
+    """Cut consecutive rows into micro-batches of at most `max_tokens` tokens or one unit.
+
+    The rows of a prompt stay together where they fit, unless a micro-batch would be less than half
+    full without the first of them: each further micro-batch computes the prompt again.
+
+    Args:
+        ends: Number of rows up to the end of each unit, which is not cut.
+        sizes: Tokens of each row.
+        again: Tokens of each row that need not be computed beside the row before it.
+        max_tokens: The bound.
+
+    Returns:
+        The first row of each micro-batch and the row after its last.
+    """
+    before = [0, *accumulate(size - less for size, less in zip(sizes, again, strict=True))]
+    starts = [0, *ends]
+    alike = dict.fromkeys(starts, len(sizes))  # Start of a unit -> end of the rows of its prompt
+    for at, end in reversed(list(pairwise(starts))):
+        alike[at] = alike[end] if end < len(sizes) and again[end] else end
+    cut = [0] if ends else []
+    for at, end in pairwise(starts):
+        begin = cut[-1]
+        room = max_tokens - (before[at] - before[begin] + again[begin])
+        needs = before[end] - before[at]
+        whole = before[alike[at]] - before[at]
+        kept = not again[at] and room < whole <= max_tokens and 2 * room < max_tokens
+        if at > begin and (needs > room or kept):
+            cut.append(at)
+    return list(pairwise([*cut, len(sizes)]))
+
+
+def repeated_tokens(tokens: Tensor, mask: Tensor) -> list[int]:
+    """Length of each row's prompt where the row before it has the same one, else 0.
+
+    Shapes: `tokens` i64[rows, T]; `mask` bool[rows, T], whose first True ends a row's prompt.
+    """
+    if not mask.numel():
+        return [0] * len(mask)
+    prompt = mask.long().argmax(1)
+    found: list[int] = prompt.where(repeats(tokens, prompt), 0).tolist()
+    return found
+
+
+def repeats(tokens: Tensor, prompt: Tensor) -> Tensor:
+    """Whether each row begins with the prompt of the row before it, bool[rows].
+
+    Shapes: `tokens` i64[rows, T]; `prompt` i64[rows], lengths.
+    """
+    width = int(prompt.max())
+    text = tokens[:, :width].where(torch.arange(width) < prompt[:, None], -1)
+    same = torch.zeros(len(prompt), dtype=torch.bool)
+    same[1:] = (text[1:] == text[:-1]).all(1) & (prompt[1:] == prompt[:-1])
+    return same

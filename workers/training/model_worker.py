@@ -8,7 +8,7 @@ them at the same time with the same arguments, and what counts is what the one r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256
 from .host_memory import HostCopy, dropped, give_back_freed, on_host, sent
 from .logprob_mismatch import MismatchLimits
+from .microbatch import bounded, repeated_tokens
 from .network import MicroBatches, Network
 from .optimizer import OptimizerSpec
 from .state_files import StateFiles
@@ -349,7 +350,14 @@ class ModelWorker(Worker):
                 result[rows.index] = found
             return result.new_zeros(())
 
-        parts = list(_cut(lengths, limit, by_length=network.sort_by_length))
+        order = torch.arange(len(lengths))
+        if network.sort_by_length:
+            order = torch.argsort(lengths, stable=True)
+        again = [0] * len(order)
+        if network.shares_prompts:
+            again = repeated_tokens(on_host(tokens)[order], on_host(mask)[order])
+        ends, sizes = range(1, len(order) + 1), lengths[order].tolist()
+        parts = [order[begin:end] for begin, end in bounded(ends, sizes, again, limit)]
         with torch.no_grad():
             network.run(MicroBatches(parts, load, step), backward=False)
         found = network.together(result)
@@ -364,18 +372,6 @@ class _Rows:
     index: Tensor
     tokens: Tensor
     mask: Tensor
-
-
-def _cut(lengths: Tensor, limit: int, *, by_length: bool) -> Iterator[Tensor]:
-    """Rows of at most `limit` tokens together, padding not counted, or one row at once."""
-    order = torch.argsort(lengths, stable=True) if by_length else torch.arange(len(lengths))
-    ends = lengths[order].cumsum(0)
-    begin = 0
-    while begin < len(order):
-        most = limit + (int(ends[begin - 1]) if begin else 0)
-        end = max(int(torch.searchsorted(ends, most, right=True)), begin + 1)
-        yield order[begin:end]
-        begin = end
 
 
 def check_columns(tokens: Tensor, mask: Tensor) -> None:

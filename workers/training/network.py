@@ -48,6 +48,7 @@ class Network(Protocol):
     replicas: RankGroup  # With the same weights; together they have all rows of a batch
     # Whether micro-batches should bring rows of similar length together, as padding is computed.
     sort_by_length: bool
+    shares_prompts: bool  # Whether a prompt is computed once for consecutive rows that have it
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """Views of a flat buffer (of the weights by default) by the names in `layout`."""
@@ -181,6 +182,7 @@ class WholeNetwork:
     """A `Network` that is computed in one process; ranks are replicas, which begin as rank 0."""
 
     sort_by_length = False
+    shares_prompts = False
     is_divided = False
 
     def __init__(

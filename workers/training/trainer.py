@@ -374,7 +374,14 @@ class Trainer(Generic[O]):
         network, device = self._network, self._device
         limit = network.micro_batch_limit(self._micro_batch_tokens, int(row_sizes(rows).sum()))
         every = torch.arange(num_rows(rows))
-        parts = micro_batches(rows, every, loss.unit, limit, sort_by_length=network.sort_by_length)
+        parts = micro_batches(
+            rows,
+            every,
+            loss.unit,
+            limit,
+            sort_by_length=network.sort_by_length,
+            shares_prompts=network.shares_prompts,
+        )
         one = torch.ones((), device=device)
         sums.add("tokens", torch.zeros_like(one), one)  # for a process without any
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, PreferencePairs
 from penstock.dataflow.errors import WorkerError
@@ -14,6 +16,7 @@ from penstock.dataflow.graph.role import Loss, LossSum, Metric
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.network import LeanNetwork
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -51,6 +54,46 @@ def test_micro_batches_do_not_change_the_result(name: str, micro_batch_tokens: i
     second = trained(cut, batch, num_minibatches=2, epochs=2)
     assert_close(whole, cut, 1e-6)
     assert first == pytest.approx(second, abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    samples=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    prompt=st.integers(1, 40),
+    micro_batch_tokens=st.sampled_from([1, 50, 90, 200, 5000]),
+    shares=st.booleans(),
+)
+def test_neither_micro_batches_nor_shared_prompts_change_a_gradient(
+    samples: list[int], prompt: int, micro_batch_tokens: int, shares: bool
+) -> None:
+    """And log-probabilities neither: a row longer than the bound is computed alone."""
+    draw, num = torch.Generator().manual_seed(0), sum(samples)
+    texts = torch.randint(3, 50, (len(samples), prompt), generator=draw)
+    owner = torch.arange(len(samples)).repeat_interleave(torch.tensor(samples))
+    tokens = torch.cat([texts[owner], torch.randint(3, 50, (num, 30), generator=draw)], dim=1)
+    length = prompt + torch.randint(1, 31, (num, 1), generator=draw)
+    place = torch.arange(tokens.shape[1])
+    tokens[place >= length] = -1
+    mask = (place >= prompt) & (tokens >= 0)
+    zeros = torch.zeros(tokens.shape)
+    advantage = torch.randn(tokens.shape, generator=draw) * mask
+    batch = PolicyBatch(tokens=tokens, mask=mask, behavior_logprob=zeros, advantage=advantage)
+    found: list[tuple[Tensor, Tensor, dict[str, float]]] = []
+    for bound, shared in ((100_000, False), (micro_batch_tokens, shares)):
+        policy = make_policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=bound)
+        policy.network.shares_prompts = shared
+        logprob = policy.logprob(tokens, mask)
+        metrics = trained(policy, batch, calls=1)
+        assert isinstance(policy.network, LeanNetwork)
+        grad = policy.network.flat.grad
+        assert grad is not None
+        found.append((logprob, grad.clone(), metrics))
+    (logprob, grad, metrics), (expected, expected_grad, expected_metrics) = found
+    torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=0)
+    scale = float(expected_grad.abs().max())
+    torch.testing.assert_close(grad, expected_grad, atol=2e-5 * scale, rtol=0)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5, rel=1e-4)
 
 
 def test_training_equals_a_plain_hugging_face_loop():

@@ -27,15 +27,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
-from ....planner.cost.engine_model import EngineMemory, EngineModel
+from ....planner.cost.engine_model import EngineMemory, EngineModel, least_shared
 from ....planner.cost.memory import Parts, weight_bytes
 from ....planner.inputs.calls import Call, CallKind, Lengths
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ...training.flat_parameters import ADDED_AT_ONCE
+from ...training.microbatch import bounded
 from ...training.token_logprob import most_logits
 from ..engine import EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
@@ -67,12 +69,23 @@ class PackSizes(NamedTuple):
     largest: tuple[int, int, int]  # Rows, queries and keys of the largest rectangle
 
 
+def expected_packs(
+    call: Call, num_ranks: int, micro_batch_tokens: int, *, on_cpu: bool
+) -> set[PackSizes]:
+    """The different packs of a call's micro-batches on a rank."""
+    rows = -(-call.num_sequences // num_ranks)
+    cut = _micro_batches(call, rows, micro_batch_tokens)
+    return {_packed(part, on_cpu=on_cpu) for part in cut}
+
+
 def _micro_batches(call: Call, num_rows: int, max_tokens: int) -> list[list[_Row]]:
     """Micro-batches as they come up over many minibatches, of lengths spread as the call says."""
     kept = call.passes / call.updates if call.kind == "train" else 1.0
     group = call.samples_per_prompt
     most = max(1, math.ceil(num_rows * kept))
-    enough = max(_SIMULATED, 4 * min(most, int(max_tokens / call.tokens_mean)))
+    distinct = call.prompt.mean / group + call.response.mean
+    enough = max(_SIMULATED, 4 * min(most, int(max_tokens / distinct)))
+    enough -= enough % most if most < enough else 0  # whole minibatches
     if len(call.prompt.tokens) == len(call.response.tokens) == group == 1:
         enough = min(most, max(1, max_tokens // call.tokens_longest))  # all are alike
         kept = 1.0
@@ -86,14 +99,12 @@ def _micro_batches(call: Call, num_rows: int, max_tokens: int) -> list[list[_Row
     # A minibatch is a random choice of rows, in their order.
     chosen = sorted(random.sample(range(count), enough)) if kept < 1 else range(count)
     made: list[list[_Row]] = []
-    taken = max_tokens
-    for row in (rows[at] for at in chosen):
-        size = row.prompt + row.response
-        if not made or taken + size > max_tokens or len(made[-1]) == most:
-            made.append([])
-            taken = 0
-        made[-1].append(row)
-        taken += size
+    for first in range(0, len(chosen), most):
+        part = [rows[at] for at in chosen[first : first + most]]
+        sizes = [row.prompt + row.response for row in part]
+        again = [0, *(b.prompt if a.owner == b.owner else 0 for a, b in pairwise(part))]
+        cut = bounded(range(1, len(part) + 1), sizes, again, max_tokens)
+        made += [part[begin:end] for begin, end in cut]
     return made
 
 
@@ -110,13 +121,13 @@ def spread(lengths: Lengths, count: int, random: Random) -> list[int]:
     return made
 
 
-def _packed(rows: Sequence[_Row]) -> PackSizes:
+def _packed(rows: Sequence[_Row], *, on_cpu: bool) -> PackSizes:
     """Lay rows out: whole, or prompts once and then what each row has of its own."""
     # The last token of a row is never computed: nothing is read after it.
     lengths = [row.prompt + row.response - 1 for row in rows]
     prompts = list({row.owner: row.prompt for row in rows}.values())
     saved = sum(row.prompt for row in rows) - sum(prompts)
-    if saved * 5 < sum(lengths):
+    if saved < least_shared(on_cpu=on_cpu) * sum(lengths):
         tokens = padded_tokens(sum(lengths) + 1)
         rectangles = _rectangles([*lengths, tokens - sum(lengths)], 0)
         return _pack(tokens, sum(row.response for row in rows), rectangles, [])
@@ -256,11 +267,11 @@ def torch_transient_parts(
     max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False, on_cpu: bool = True,
 ) -> Parts:  # fmt: skip
     """Bytes that a call adds while it runs: the largest of its moments."""
-    rows = -(-call.num_sequences // num_ranks)
     if call.kind == "generate":
+        rows = -(-call.num_sequences // num_ranks)
         return max(_generate(call, rows, max_decode_rows), key=sum)
     moments: list[Parts] = []
-    for pack in {_packed(part) for part in _micro_batches(call, rows, micro_batch_tokens)}:
+    for pack in expected_packs(call, num_ranks, micro_batch_tokens, on_cpu=on_cpu):
         if call.kind == "train":
             moments += _train(call, pack, checkpointing, on_cpu)
         else:

@@ -165,6 +165,7 @@ class TorchNetwork(WholeNetwork):
 class LeanNetwork(TorchNetwork):
     """Packed forward pass of a supported backbone under a linear head."""
 
+    shares_prompts = True
     is_first = True
     """Whether this is the first of the processes that divide the model."""
 

@@ -30,27 +30,25 @@ from itertools import groupby, zip_longest
 import torch
 from torch import Tensor
 
+from ....planner.cost.engine_model import least_shared
 from ...training.host_memory import on_host, sent
+from ...training.microbatch import repeats
 from .varlen import Places, Sequences, find_places
 
 
-def shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def shared_prompts(
+    tokens: Tensor, prompt: Tensor, length: Tensor, least: float
+) -> tuple[Tensor, Tensor]:
     """Prompts that are worth packing once: equal ones of consecutive rows.
 
     Shapes: `tokens` i64[rows, T]; `prompt` i64[rows], lengths; `length` i64[rows], of what is
-    computed of each row. Returns i64[rows] each: the lengths, 0 throughout unless a fifth of the
-    tokens is saved; and the number of the prompt.
+    computed of each row. Returns i64[rows] each: the lengths, 0 throughout unless the share `least`
+    of the tokens is saved; and the number of the prompt.
     """
-    width = int(prompt.max())
-    inside = torch.arange(width) < prompt[:, None]
-    text = tokens[:, :width].where(inside, -1)
-    new = (text[1:] != text[:-1]).any(1) | (prompt[1:] != prompt[:-1])
-    owner = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    first = torch.cat([torch.ones(1, dtype=torch.bool), new])
-    saved = int(prompt.sum() - prompt[first].sum())
-    if saved * 5 < int(length.sum()):
-        return torch.zeros_like(prompt), torch.zeros_like(owner)
-    return prompt, owner
+    again = repeats(tokens, prompt)
+    if int(prompt[again].sum()) < least * int(length.sum()):
+        return torch.zeros_like(prompt), torch.zeros_like(prompt)
+    return prompt, (~again).cumsum(0) - 1
 
 
 ALIGN = 16
@@ -259,7 +257,7 @@ def pack_rows(
 
     Shapes: `tokens` i64[rows, T], right padded with -1; `reads` bool[rows, T]; `shared` i64[rows],
     length of each row's prompt. Equal prompts of consecutive rows are then packed once where that
-    saves at least a fifth of the tokens. With a `width_unit` a row's rectangle is as wide as its
+    saves enough (`least_shared`). With a `width_unit` a row's rectangle is as wide as its
     length rounded up to a multiple of it, whatever other rows there are.
     """
     device = tokens.device
@@ -270,7 +268,9 @@ def pack_rows(
     # once, for the row where `first` is True. Without sharing `prompt` is 0 everywhere.
     prompt, owner = torch.zeros_like(length), torch.zeros_like(length)
     if shared is not None and len(tokens):
-        prompt, owner = shared_prompts(tokens, torch.minimum(on_host(shared), length), length)
+        least = least_shared(on_cpu=device.type == "cpu")
+        own = torch.minimum(on_host(shared), length)
+        prompt, owner = shared_prompts(tokens, own, length, least)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     if bool(prompt.any()):
         first[0] = True

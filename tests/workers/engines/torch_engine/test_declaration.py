@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.algorithms.roles import Demonstrations
 from penstock.planner.cost.memory import Parts
 from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.workers.engines.torch_engine.declaration import (
     TorchMemory,
+    expected_packs,
     torch_resident_parts,
     torch_transient_parts,
 )
+from penstock.workers.engines.torch_engine.packing import pack_rows
 from penstock.workers.training.flat_parameters import ADDED_AT_ONCE
+from penstock.workers.training.host_memory import sent
+from penstock.workers.training.microbatch import micro_batches
 
 from ....planner.cost.memory_cases import TINY, make_call
 
@@ -159,10 +165,41 @@ def test_a_shared_prompt_is_computed_once() -> None:
     shared = dataclasses.replace(alone, samples_per_prompt=8)
     before, after = (torch_transient_parts(call).activations for call in (alone, shared))
     assert after < before / 2
-    # Where it would save less than a fifth of the tokens nothing is shared.
-    short = make_call(model=TINY, head="scalar", samples_per_prompt=8, **rows(32, 8, 64))
+    # Where it would save less than a tenth of the tokens nothing is shared.
+    short = make_call(model=TINY, head="scalar", samples_per_prompt=8, **rows(32, 7, 64))
     once = dataclasses.replace(short, samples_per_prompt=1)
     assert torch_transient_parts(short) == torch_transient_parts(once)
+
+
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    samples=st.integers(1, 6),
+    response=st.integers(1, 60),
+    bound=st.integers(1, 700),
+    device=st.sampled_from(["cpu", "meta"]),
+)
+def test_packs_are_those_that_are_predicted(
+    prompts: list[int], samples: int, response: int, bound: int, device: str
+) -> None:
+    """As the engine cuts and packs rows of one length of prompts, so does the ledger."""
+    prompt, count = prompts[0], len(prompts) * samples
+    tokens = torch.randint(3, 1 << 40, (len(prompts), prompt)).repeat_interleave(samples, 0)
+    tokens = torch.cat([tokens, torch.randint(3, 50, (count, response))], 1)
+    mask = (torch.arange(prompt + response) >= prompt).expand(count, -1)
+    batch = Demonstrations(tokens=tokens, mask=mask)
+    every = torch.arange(count)
+    parts = micro_batches(batch, every, "row", bound, sort_by_length=False, shares_prompts=True)
+    packs = set[tuple[int, int]]()
+    for part in parts:
+        reads = mask[part].roll(-1, 1)
+        there = sent(tokens[part], torch.device(device))
+        pack = pack_rows(there, reads, torch.full((len(part),), prompt))
+        packs.add((len(pack.tokens), len(pack.read)))
+    call = make_call(model=TINY, samples_per_prompt=samples, **rows(count, prompt, response))
+    expected = expected_packs(call, 1, bound, on_cpu=device == "cpu")
+    predicted = {(pack.tokens, pack.reads) for pack in expected}
+    assert max(predicted) == max(packs)
+    assert predicted == packs or (samples == 1 and predicted < packs)  # without the last, smaller
 
 
 def test_the_cache_has_whole_rows_and_positions_of_16() -> None:

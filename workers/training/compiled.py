@@ -67,7 +67,8 @@ class Compiled:
             )
         dynamo: Any = importlib.import_module("torch._dynamo")
         for place in self._rows:
-            dynamo.maybe_mark_dynamic(inputs[place], 0)
+            if place < len(inputs):
+                dynamo.maybe_mark_dynamic(inputs[place], 0)
         return self._compiled(*inputs)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
 from .weight_checks import not_mapped
+from .weight_gradients import AddedGradients
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
@@ -144,7 +145,8 @@ class FlatParameters:
         """Allocate the gradient buffer once, in float32, and zero it.
 
         Every leaf of float32 gets its view of it as its gradient. What backward passes give leaves
-        of 16 bits is added to it at once and kept nowhere else.
+        of 16 bits is added to it at once and kept nowhere else; on a CUDA device the products that
+        make it add it themselves (`weight_gradients.py`).
         """
         if self.grad is not None:
             return self.grad.zero_()
@@ -156,6 +158,7 @@ class FlatParameters:
                 leaf.grad = own
             else:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
+            AddedGradients.at(leaf, own)
         return self.grad
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -166,7 +169,8 @@ class FlatParameters:
 
 
 def _hand_over(total: Tensor, leaf: Tensor) -> None:
-    assert leaf.grad is not None
+    if leaf.grad is None:  # what made it has added it
+        return
     found, leaf.grad = leaf.grad, None
     if total.device.type != "cpu":
         total.add_(found)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fake_device import LargestTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_reference import use_functions
 from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits
 from penstock.workers.engines.divided_network import vocabulary_logprob
 from penstock.workers.training import token_logprob as chunked
@@ -41,6 +42,7 @@ def _plain(
     temperature=st.sampled_from([0.7, 1.0]),
     needs_entropy=st.booleans(),
     has_bias=st.booleans(),
+    on_device=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_numbers_and_gradients_are_those_of_plain_autograd(
@@ -51,6 +53,7 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
     temperature: float,
     needs_entropy: bool,
     has_bias: bool,
+    on_device: bool,
     seed: int,
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -74,6 +77,8 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "MOST_LOGITS", WORDS * rows_at_once)
         patch.setattr(chunked, "MOST_IN_FLOAT32", WORDS * rows_exact)
+        if on_device:
+            use_functions(patch)
         logprob, entropy = chunked.token_logprob(
             states, weight, bias, target, entry, temperature, needs_entropy=needs_entropy
         )

@@ -22,7 +22,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
+from ...training.weight_gradients import embedded, linear_map
 from .attention import attend_packed
+from .fused import (
+    gated,
+    gated_linear,
+    has_kernels,
+    rms_norm,
+    rotate,
+    rotate_heads,
+    sum_norm,
+    sum_norm_linear,
+)
 from .packing import Pack
 
 
@@ -61,151 +72,6 @@ def added(x: Tensor, adapters: Adapters) -> Tensor:
     """Outputs that adapters of maps computed as one add to theirs, [N, all outs]."""
     parts = [a(x) if isinstance(a, LowRank) else x.new_zeros(len(x), a) for a in adapters]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)`, [N, D] (Zhang and Sennrich 2019, equation 4)."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[assignment]
-    return out
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        normed, scale = _normed(x, ctx.eps)
-        return *_before_norm(grads[0], normed, scale, weight, ctx.needs_input_grad[1]), None
-
-
-def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps)` in float32, and what `x` was multiplied by."""
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return x * scale, scale
-
-
-def _before_norm(
-    upstream: Tensor, normed: Tensor, scale: Tensor, weight: Tensor, needs_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of a norm's input and, if needed, weight; `normed` is overwritten."""
-    dtype = upstream.dtype
-    upstream = upstream.float()
-    to_weight = (upstream * normed).sum(0).to(weight.dtype) if needs_weight else None
-    upstream = upstream * weight
-    along = (upstream * normed).sum(-1, keepdim=True).div_(normed.shape[-1])
-    return upstream.sub_(normed.mul_(along)).mul_(scale).to(dtype), to_weight
-
-
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear(rms_norm(x, norm, eps), weight, bias)`, which keeps `x` alone."""
-    out: Tensor = _NormLinear.apply(x, norm, eps, weight, bias)  # type: ignore[assignment]
-    return out
-
-
-class _NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, norm, weight)
-        ctx.eps = eps
-        return F.linear(F.rms_norm(x, (x.shape[-1],), norm, eps), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, weight = ctx.saved_tensors
-        needs_norm, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (1, 3, 4))
-        normed, scale = _normed(x, ctx.eps)
-        to_weight = grads[0].t() @ (normed * norm).to(x.dtype) if needs_weight else None
-        to_bias = grads[0].sum(0) if needs_bias else None
-        to_x, to_norm = _before_norm(grads[0] @ weight, normed, scale, norm, needs_norm)
-        return to_x, to_norm, None, to_weight, to_bias
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [N, heads, E], by tables [N, 1, E / 2], in Hugging Face's half-split."""
-    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[assignment]
-    return out
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty_like(x)
-    left, right = x.chunk(2, dim=-1)
-    to_left, to_right = out.chunk(2, dim=-1)
-    torch.mul(left, cos, out=to_left).addcmul_(right, sin, value=-sign)
-    torch.mul(right, cos, out=to_right).addcmul_(left, sin, value=sign)
-    return out
-
-
-def gated(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of [N, 2 * I], the gate first (Shazeer 2020, "GLU variants", SwiGLU)."""
-    out: Tensor = _Gated.apply(gate_up)  # type: ignore[assignment]
-    return out
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return _product(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return _before_product(grads[0], gate_up)
-
-
-def _product(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def _before_product(upstream: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    change = torch.empty_like(gate_up)
-    to_gate, to_up = change.chunk(2, dim=-1)
-    torch.mul(upstream, F.silu(gate), out=to_up)
-    backward: Any = torch.ops.aten.silu_backward.grad_input
-    backward(upstream * up, gate, grad_input=to_gate)
-    return change
-
-
-def gated_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear(gated(gate_up), weight, bias)`, which keeps `gate_up` alone."""
-    out: Tensor = _GatedLinear.apply(gate_up, weight, bias)  # type: ignore[assignment]
-    return out
-
-
-class _GatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        return F.linear(_product(gate_up), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weight = ctx.saved_tensors
-        to_weight = grads[0].t() @ _product(gate_up) if ctx.needs_input_grad[1] else None
-        to_bias = grads[0].sum(0) if ctx.needs_input_grad[2] else None
-        return _before_product(grads[0] @ weight, gate_up), to_weight, to_bias
 
 
 def summed(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -266,20 +132,34 @@ class Linears:
     bias: Tensor | None
     adapters: Adapters | None
 
-    def of_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def of_norm(
+        self, x: Tensor, change: Tensor | None, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`x + change`, and the maps of its norm."""
         if self.adapters is None:
-            return norm_linear(x, norm, eps, self.weight, self.bias)
-        normed = rms_norm(x, norm, eps)
-        return F.linear(normed, self.weight, self.bias) + added(normed, self.adapters)
+            return sum_norm_linear(x, change, norm, eps, self.weight, self.bias)
+        x, normed = sum_norm(x, change, norm, eps)
+        return x, F.linear(normed, self.weight, self.bias) + added(normed, self.adapters)
 
-    def added_to(self, x: Tensor, inputs: Tensor) -> Tensor:
-        x = x + F.linear(inputs, self.weight, self.bias)
-        return x if self.adapters is None else x + added(inputs, self.adapters)
+    def added_to(
+        self, x: Tensor, inputs: Tensor, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two tensors whose sum is `x` and the maps of the inputs; no second one on a CPU.
 
-    def summed_to(self, x: Tensor, inputs: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`added_to` where each process of a group has some of the inputs, and no adapters."""
-        x = x + summed(F.linear(inputs, self.weight), group)
-        return x if self.bias is None else x + self.bias
+        Each process of a group has some of the inputs, and no adapters.
+        """
+        if group is not None:
+            change = summed(F.linear(inputs, self.weight), group)
+            more = None if self.bias is None else self.bias.expand_as(change)
+        else:
+            change = linear_map(inputs, self.weight, self.bias)
+            more = None if self.adapters is None else added(inputs, self.adapters)
+        return sum_later(x, change) if more is None else sum_later(x + change, more)
+
+
+def sum_later(x: Tensor, change: Tensor) -> tuple[Tensor, Tensor | None]:
+    """On a CUDA device the kernel of the next norm makes the sum."""
+    return (x, change) if has_kernels(x) else (x + change, None)
 
 
 @dataclass(frozen=True)
@@ -323,7 +203,7 @@ class LeanBackbone:
     def embed(self, tokens: Tensor) -> Tensor:
         """The embedding's rows, [N, D]; of other processes' words they add theirs."""
         if self.group is None:
-            return F.embedding(tokens, self.embedding)
+            return embedded(tokens, self.embedding)
         own = tokens - self.group.rank() * len(self.embedding)
         is_own = (own >= 0) & (own < len(self.embedding))
         rows = F.embedding(own.where(is_own, 0), self.embedding)
@@ -346,33 +226,47 @@ class LeanBackbone:
         `caches` are a pair of [N, K, E] tensors per layer, which receive keys and values.
         """
         cos, sin = (table[pack.position] for table in self.rope(pack.longest))
-        x = self.embed(pack.tokens)
+        x: Tensor = self.embed(pack.tokens)
+        change: Tensor | None = None
         last = len(self.layers) - 1
         again = self.checkpointing and caches is None and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
             read = pack.read if index == last else None
             cache = None if caches is None else caches[index]
-            inputs = (x, layer, cos, sin, pack, read, cache)
+            inputs = (x, change, layer, cos, sin, pack, read, cache)
             if again:
                 options: Any = {"preserve_rng_state": False, "determinism_check": "none"}
-                found: Any = checkpoint(self._layer, *inputs, use_reentrant=False, **options)
+                found: Any = checkpoint(self._whole_layer, *inputs, use_reentrant=False, **options)
                 x = found
             else:
-                x = self._layer(*inputs)
-        return rms_norm(x, self.final_norm, self.eps)
+                x, change = self._layer(*inputs)
+        return self.last_norm(x, change)
+
+    def last_norm(self, x: Tensor, change: Tensor | None) -> Tensor:
+        return sum_norm(x, change, self.final_norm, self.eps)[1]
+
+    def _whole_layer(self, *inputs: Any) -> Tensor:
+        """A layer's output as one tensor, as long as it is kept."""
+        x, change = self._layer(*inputs)
+        return x if change is None else x + change
 
     def _layer(
         self,
         x: Tensor,
+        change: Tensor | None,
         layer: LayerWeights,
         cos: Tensor,
         sin: Tensor,
         pack: Pack,
         read: Tensor | None,
         cache: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """A layer's output, [N, D], or at `read` alone; `cache` takes its keys and values."""
-        query, key, value = self.project(x, layer, cos, sin)
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer's output, [N, D], or at `read` alone; `cache` takes its keys and values.
+
+        Input and output are sums of two tensors, or one (`sum_later`).
+        """
+        x, query, key, value = self.project(x, change, layer, cos, sin)
+        del change
         if cache is not None:
             cache[0].copy_(key)
             cache[1].copy_(value)
@@ -382,32 +276,28 @@ class LeanBackbone:
         return self.finish(x, mixed, layer)
 
     def project(
-        self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
+        self, x: Tensor, change: Tensor | None, layer: LayerWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`x + change`, rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
         heads, keys = self.num_heads, self.num_key_heads
-        qkv = layer.qkv.of_norm(x, layer.input_norm, self.eps).view(len(x), -1, self.head_dim)
+        x, qkv = layer.qkv.of_norm(x, change, layer.input_norm, self.eps)
+        qkv = qkv.view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
-            both, value = qkv.split([heads + keys, keys], dim=1)
-            query, key = rotate(both, cos, sin).split([heads, keys], dim=1)
-            return query, key, value
+            return x, *rotate_heads(qkv, cos, sin, heads, keys)
         # split, not slices: its gradient is one concatenation instead of a sum of padded copies.
         query, key, value = qkv.split([heads, keys, keys], dim=1)
         query = rms_norm(query, layer.query_norm, self.eps)
         key = rms_norm(key, layer.key_norm, self.eps)
-        return rotate(query, cos, sin), rotate(key, cos, sin), value
+        return x, rotate(query, cos, sin), rotate(key, cos, sin), value
 
-    def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
-        """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
-        if self.group is not None:
-            x = layer.out.summed_to(x, mixed, self.group)
-            gate_up = layer.gate_up.of_norm(x, layer.mlp_norm, self.eps)
-            return layer.down.summed_to(x, gated(gate_up), self.group)
-        x = layer.out.added_to(x, mixed)
-        gate_up = layer.gate_up.of_norm(x, layer.mlp_norm, self.eps)
-        if layer.down.adapters is None:
-            return x + gated_linear(gate_up, layer.down.weight, layer.down.bias)
-        return layer.down.added_to(x, gated(gate_up))
+    def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        """Output projection, residual and feed-forward; `mixed` is [N, H * E]. See `_layer`."""
+        x, change = layer.out.added_to(x, mixed, self.group)
+        x, gate_up = layer.gate_up.of_norm(x, change, layer.mlp_norm, self.eps)
+        down = layer.down
+        if self.group is None and down.adapters is None:
+            return sum_later(x, gated_linear(gate_up, down.weight, down.bias))
+        return down.added_to(x, gated(gate_up), self.group)
 
 
 def _layer_weights(flat: FlatParameters, prefix: str, layer: Any) -> LayerWeights:

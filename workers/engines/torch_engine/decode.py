@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....dataflow.runtime.call_context import call_in_flight
@@ -258,16 +257,15 @@ class Batch:
         )
         cos, sin = (table.index_select(0, position) for table in tables)
         where = self._places()
-        x = backbone.embed(token)
+        x, change = backbone.embed(token), None
         for layer, (key_cache, value_cache) in zip(backbone.layers, self._cache, strict=True):
-            query, key, value = backbone.project(x, layer, cos, sin)
+            x, query, key, value = backbone.project(x, change, layer, cos, sin)
             self._write((key_cache, value_cache), (key, value), where)
             mixed = attend_cache(
                 query, key_cache[:, :, :span], value_cache[:, :, :span], bias, backbone.scale
             )
-            x = backbone.finish(x, mixed, layer)
-        states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
-        return self._network.head(states)
+            x, change = backbone.finish(x, mixed, layer)
+        return self._network.head(backbone.last_norm(x, change))
 
     def _places(self) -> Tensor:
         """Where each row's next token goes in a cache [M * K * S, E]: i64[M * K]."""

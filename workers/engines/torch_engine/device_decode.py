@@ -24,7 +24,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....dataflow.errors import WorkerError
@@ -352,14 +351,13 @@ class DeviceBatch(Batch):
         used = UsedPositions.until(position, span, backbone.num_key_heads, self._capacity)
         cos, sin = (table.index_select(0, position) for table in tables)
         where = self._places()
-        x = backbone.embed(token)
+        x, change = backbone.embed(token), None
         for layer, caches in zip(backbone.layers, self._cache, strict=True):
-            query, key, value = backbone.project(x, layer, cos, sin)
+            x, query, key, value = backbone.project(x, change, layer, cos, sin)
             self._write(caches, (key, value), where)
             mixed = attend_used(query, caches, used, backbone.scale)
-            x = backbone.finish(x, mixed, layer)
-        states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
-        return self._network.head(states)
+            x, change = backbone.finish(x, mixed, layer)
+        return self._network.head(backbone.last_norm(x, change))
 
     def _take(self, logits: Tensor, live: Tensor) -> None:
         """Sample a token of some of the rows, and note it: bool[M]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -137,14 +138,21 @@ def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Ten
     return torch.cat(norms).double().square().sum()
 
 
-def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
-    """Scale a gradient, or a part, of global norm `norm` down to the spec's bound, in place."""
+def _check_norm(norm: float, step: int) -> None:
     if not math.isfinite(norm):
         raise FloatingPointError(
             f"the gradient norm is {norm} at optimizer step {step}, which is not taken"
         )
-    if 0 < spec.max_grad_norm < norm:
-        grad.mul_(spec.max_grad_norm / norm)
+
+
+Clip = tuple[Tensor, Tensor]
+"""What a gradient is divided by, and 1 if it is not finite and no step is taken: f32[] each."""
+
+
+def clip_of(norm: Tensor, spec: OptimizerSpec) -> Clip:
+    """How a gradient of a global norm, f64[], is scaled down to the spec's bound."""
+    largest = spec.max_grad_norm or math.inf
+    return (norm / largest).clamp(min=1).float(), norm.isfinite().logical_not().float()
 
 
 def update_weights(
@@ -154,11 +162,12 @@ def update_weights(
     spec: OptimizerSpec,
     lr: float,
     step: int,
+    clip: Clip | None = None,
 ) -> None:
-    """One step of AdamW, in place."""
+    """One step of AdamW, in place; on a CUDA device the gradient may be clipped with it."""
     on_gpu = data.device.type == "cuda"
     at_once = _AT_ONCE_ON_GPU if on_gpu else _AT_ONCE
-    rule = _fused_step if on_gpu else _plain_step
+    rule = partial(_fused_step, clip=clip) if on_gpu or clip else _plain_step
     with torch.no_grad():
         for begin in range(0, len(data), at_once):
             part = slice(begin, begin + at_once)
@@ -185,16 +194,19 @@ def _plain_step(state: _State, spec: OptimizerSpec, lr: float, step: int) -> Non
     master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
 
 
-def _fused_step(state: _State, spec: OptimizerSpec, lr: float, step: int) -> None:
+def _fused_step(
+    state: _State, spec: OptimizerSpec, lr: float, step: int, clip: Clip | None = None
+) -> None:
     """AdamW to float32 rounding by one kernel of torch, with no temporary."""
     master, grad, first, second = state
     beta1, beta2 = spec.betas
     fused: Any = torch.ops.aten._fused_adamw_  # pyright: ignore[reportPrivateUsage]
     steps = torch.full((), float(step), dtype=torch.float32, device=master.device)
+    scale, bad = clip or (None, None)
     fused(
         [master], [grad], [first], [second], [], [steps],
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=spec.weight_decay, eps=spec.eps,
-        amsgrad=False, maximize=False,
+        amsgrad=False, maximize=False, grad_scale=scale, found_inf=bad,
     )  # fmt: skip
 
 
@@ -209,6 +221,9 @@ class AdamW:
     process's own, how long the whole of it is, and how its part of the weights is stepped.
     """
 
+    clips_at_once = frozenset({"cuda"})
+    """Devices that clip with the step, at whose norm the host looks last; none, to compare."""
+
     def __init__(self, data: Tensor, spec: OptimizerSpec) -> None:
         self._data = data
         self._spec = spec
@@ -216,6 +231,7 @@ class AdamW:
         self._buffers: dict[str, Tensor] = {}
         self._frozen: tuple[tuple[int, int], ...] = ()
         self._begin = 0  # of what this process steps, in the layout of the weights
+        self._clip: Clip | None = None  # of the step that is taken, on a CUDA device
 
     def freeze(self, spans: Sequence[tuple[int, int]]) -> None:
         """Leave parts of the weights as they are: no decay, no moments, no share in the norm."""
@@ -231,25 +247,37 @@ class AdamW:
             # Before the norm, in which what is frozen has no share.
             grad[begin:end].zero_()
         own = self._own(grad)
-        norm = self._norm(own)
-        clip_gradient(own, norm, self._spec, self.steps + 1)
+        on_device = self._square(own).sqrt()
+        if own.device.type in self.clips_at_once:
+            self._clip = clip_of(on_device, self._spec)
+        else:
+            norm = float(on_device)
+            _check_norm(norm, self.steps + 1)
+            if 0 < self._spec.max_grad_norm < norm:
+                own.mul_(self._spec.max_grad_norm / norm)
         self.steps += 1
         self._update(own, lr)
+        norm = float(on_device)
+        if not math.isfinite(norm):
+            self.steps -= 1  # none was taken
+        _check_norm(norm, self.steps + 1)
         return norm
 
     def _own(self, grad: Tensor) -> Tensor:
         """The part of a gradient that this process steps, added up over ranks."""
         return grad
 
-    def _norm(self, own: Tensor) -> float:
-        """Norm of the whole model's gradient."""
-        return math.sqrt(float(square_sum(own)))
+    def _square(self, own: Tensor) -> Tensor:
+        """The square of the norm of the whole model's gradient, f64[]."""
+        return square_sum(own)
 
     def _update(self, own: Tensor, lr: float) -> None:
         weights, buffers = self._weights(), self._allocated()
         for begin, end in self._stepped(len(weights)):
             part = {kind: buffer[begin:end] for kind, buffer in buffers.items()}
-            update_weights(weights[begin:end], own[begin:end], part, self._spec, lr, self.steps)
+            where = slice(begin, end)
+            step = (self._spec, lr, self.steps, self._clip)
+            update_weights(weights[where], own[where], part, *step)
 
     def _stepped(self, length: int) -> Iterator[tuple[int, int]]:
         """Spans of this process's `length` weights that are not frozen."""
@@ -348,11 +376,11 @@ class SharedAdamW(AdamW):
         _REDUCE_SCATTER(mine, padded, group=self._ranks.group)
         return mine[: self._end - self._begin]
 
-    def _norm(self, own: Tensor) -> float:
+    def _square(self, own: Tensor) -> Tensor:
         square = square_sum(own, self._counted)
         for group in self._norm_groups:
             sum_over(square, group)
-        return math.sqrt(float(square))
+        return square
 
     def _update(self, own: Tensor, lr: float) -> None:
         super()._update(own, lr)
@@ -410,12 +438,12 @@ class JoinedAdamW(AdamW):
         self._lengths = [len(one) for one in own]
         return torch.cat(own)
 
-    def _norm(self, own: Tensor) -> float:
-        return math.hypot(*(part._norm(of) for part, of in self._each(own)))
+    def _square(self, own: Tensor) -> Tensor:
+        return torch.stack([part._square(of) for part, of in self._each(own)]).sum()
 
     def _update(self, own: Tensor, lr: float) -> None:
         for part, of in self._each(own):
-            part.steps = self.steps
+            part.steps, part._clip = self.steps, self._clip
             part._update(of, lr)
 
     def _each(self, own: Tensor) -> Iterator[tuple[AdamW, Tensor]]:

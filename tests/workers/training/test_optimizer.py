@@ -280,6 +280,34 @@ def test_a_fused_step_makes_nothing_the_size_of_the_model(monkeypatch: pytest.Mo
     optimizer.step(grad, 0.1)
     with Made():
         optimizer.step(grad, 0.1)
-    assert made <= 64
+    assert made <= 80
     held = [data, grad, *optimizer.buffers]
     assert sum(tensor.nbytes for tensor in held) == 18 * size
+
+
+@pytest.mark.parametrize("length", [0.1, 30.0])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_device_clips_with_the_step_and_takes_none_that_is_not_finite(
+    length: float, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, spec = torch.randn(1000), OptimizerSpec(max_grad_norm=limit)
+    gradients = [torch.nn.functional.normalize(torch.randn(1000), dim=0) * length for _ in "123"]
+
+    def stepped() -> tuple[AdamW, torch.Tensor, list[float]]:
+        data = start.clone()
+        optimizer = AdamW(data, spec)
+        return optimizer, data, [optimizer.step(grad.clone(), 1e-2) for grad in gradients]
+
+    _, plain, norms = stepped()
+    monkeypatch.setattr(AdamW, "clips_at_once", frozenset({"cpu"}))
+    optimizer, data, others = stepped()
+    torch.testing.assert_close(data, plain, rtol=0, atol=2e-6)
+    assert others == norms
+    before = [one.clone() for one in (data, *optimizer.buffers)]
+    bad = gradients[0].clone()
+    bad[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="gradient norm is nan at optimizer step 4"):
+        optimizer.step(bad, 1e-2)
+    assert optimizer.steps == 3
+    for one, other in zip(before, (data, *optimizer.buffers), strict=True):
+        assert torch.equal(one, other)

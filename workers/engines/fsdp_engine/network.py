@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,13 +42,13 @@ class FsdpAdamW(AdamW):
     def _own(self, grad: Tensor) -> Tensor:
         return self._replicas.sum_(grad)
 
-    def _norm(self, own: Tensor) -> float:
-        """The norm over all processes; replicas are counted as one."""
+    def _square(self, own: Tensor) -> Tensor:
+        """The sum over all processes; replicas are counted as one."""
         square = square_sum(own, self._counted)
         if self._replicas.rank > 0:
             square.zero_()
         sum_over(square)
-        return math.sqrt(float(square))
+        return square
 
     def _update(self, own: Tensor, lr: float) -> None:
         grads = self._views(own)
@@ -60,7 +59,8 @@ class FsdpAdamW(AdamW):
             if any(start <= begin and end <= stop for start, stop in self._frozen):
                 continue  # a parameter is frozen whole
             mine = {kind: views[name] for kind, views in state.items()}
-            update_weights(weight, grads[name], mine, self._spec, lr, self.steps)
+            step = (self._spec, lr, self.steps, self._clip)
+            update_weights(weight, grads[name], mine, *step)
 
     def _weights(self) -> Tensor:
         return torch.cat([part.reshape(-1) for part in self._views(None).values()])

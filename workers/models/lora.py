@@ -358,17 +358,44 @@ def merge(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _merged_weight(part: Any) -> Tensor:
-    """An adapted linear map's weight with its adapter, added up in float32."""
-    weight: Tensor = part.base_layer.weight
-    return (weight.float() + part.get_delta_weight(_NAME).float()).to(weight.dtype)
+def _merged_weight(part: Any, device: torch.device | None = None) -> Tensor:
+    """An adapted linear map's weight with its adapter, added up in float32 on a device."""
+    weight: Tensor = part.base_layer.weight.to(device)
+    down, up = (held[_NAME].weight.to(device).float() for held in (part.lora_A, part.lora_B))
+    added = (up @ down) * part.scaling[_NAME]
+    return (weight.float() + (added.t() if part.fan_in_fan_out else added)).to(weight.dtype)
+
+
+class _MergedWeights(Mapping[str, Tensor]):
+    """All weights of an adapted model by the checkpoint's names, each merged when it is read."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        named = ((checkpoint_name(name), p.detach()) for name, p in module.named_parameters())
+        self._plain = {name: tensor for name, tensor in named if not is_adapter(name)}
+        self._parts = {f"{name}.weight": part for name, part in adapted_linears(module)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self._parts.get(name)
+        return self._plain[name] if part is None else _merged_weight(part, self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
 
 
 class AdaptedModel:
-    """A model that is given adapters again and again, for an engine that wants them merged."""
+    """A model that is given adapters again and again, for an engine that wants them merged.
 
-    def __init__(self, module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> None:
-        self._module = module
+    It lies in host memory; a matrix is merged on the engine's device, which has room for some.
+    """
+
+    def __init__(
+        self, module: nn.Module, spec: LoraSpec, seed: int, device: str, *, but: str
+    ) -> None:
+        self._module, self._device = module, torch.device(device)
         self._adapters = adapt(module, spec.resolved(), seed, but=but)
 
     @property
@@ -376,18 +403,11 @@ class AdaptedModel:
         """Their weights as they were given last, by name."""
         return {name: parameter.detach() for name, parameter in self._adapters.items()}
 
-    def merged_with(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged_with(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """All weights by the checkpoint's names, with these adapters merged into them."""
         for name, held in self.adapters.items():
             held.copy_(adapters[name])
-        whole = {
-            checkpoint_name(name): parameter.detach()
-            for name, parameter in self._module.named_parameters()
-            if not is_adapter(name)
-        }
-        for name, part in adapted_linears(self._module):
-            whole[f"{name}.weight"] = _merged_weight(part)
-        return whole
+        return _MergedWeights(self._module, self._device)
 
 
 def save_adapter(

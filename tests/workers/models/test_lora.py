@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fake_device import CountedOps
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch
 from penstock.dataflow.errors import ConfigError
@@ -99,13 +100,25 @@ def test_a_saved_adapter_says_what_peft_says_with_it(
     for again, model in ((LoraSpec(), exported), (LoraSpec(folder=f"{tmp_path}/adapter"), MODEL)):
         said = _said(_policy(again, model=model))
         torch.testing.assert_close(said, expected[name], rtol=0, atol=1e-5)
-    copy = AdaptedModel(MODEL.causal_lm("cpu"), lora, 0, but="lm_head")
+    copy = AdaptedModel(MODEL.causal_lm("cpu"), lora, 0, "cpu", but="lm_head")
     merged = copy.merged_with(copy.adapters)
     whole = MODEL.causal_lm("cpu")
     whole.load_state_dict(merged, strict=False)
     with torch.no_grad():
         said = _logprob(whole(input_ids=TOKENS).logits)
     torch.testing.assert_close(said, expected[name], rtol=0, atol=1e-5)
+
+
+def test_matrices_are_merged_one_at_a_time_on_the_device_of_an_engine() -> None:
+    """The rest of the model, and what is not read yet, stays in host memory."""
+    module = MODEL.causal_lm("cpu")
+    adapted = AdaptedModel(module, LoraSpec(rank=2), 0, "meta", but="lm_head")
+    with CountedOps() as seen:
+        merged = adapted.merged_with(adapted.adapters)
+    assert seen.counts["mm"] == 0
+    assert dict(merged).keys() == {name for name, _ in MODEL.causal_lm("cpu").named_parameters()}
+    for name, tensor in merged.items():
+        assert tensor.device.type == ("meta" if "_proj.weight" in name else "cpu"), name
 
 
 def test_an_adapter_of_a_bfloat16_model_is_merged_in_float32(tmp_path: Path) -> None:

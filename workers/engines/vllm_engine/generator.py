@@ -230,7 +230,7 @@ class VllmPolicySpec:
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
     lora: LoraSpec = LoraSpec()
-    """Adapters, which alone are received, and merged into weights that are kept beside vLLM's."""
+    """Adapters, which alone are received, and merged into weights that are kept in host memory."""
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
     sleeping_beside: NonNegativeInt = 0
@@ -308,7 +308,9 @@ class VllmGenerator(GenerationEngine):
         self._adapted: AdaptedModel | None = None
         if spec.lora:  # before the cache takes its part of the memory that is free
             module = spec.model.causal_lm("cpu")
-            self._adapted = AdaptedModel(module, spec.lora, context.seed, but="lm_head")
+            self._adapted = AdaptedModel(
+                module, spec.lora, context.seed, context.device, but="lm_head"
+            )
             self.dtype = "float32"
             adapters = self._adapted.adapters
             self.shapes = {name: tensor.shape for name, tensor in adapters.items()}

@@ -10,14 +10,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...dataflow.errors import WorkerError
+from ...planner.formatting import bytes_text, percent_text
 
 
 class HostRoom:
@@ -25,33 +30,78 @@ class HostRoom:
 
     There is as much as has ever been in use at a time; it grows and is not given back. A GPU copies
     to and from pinned memory several times faster than to and from other memory, and pinning it
-    takes longer than copying.
+    takes longer than copying, so that what will be needed is made ahead, in a thread.
     """
 
     def __init__(self, piece_bytes: int = 64 << 20, *, pinned: bool = True) -> None:
         self._piece_bytes, self._pinned = piece_bytes, pinned
         self._free: list[Tensor] = []
         self.num_bytes = 0  # Of all pieces, in use or not
+        self._ahead_bytes = 0  # Up to which the thread makes pieces
+        self._lock = threading.Lock()
+
+    def make_ahead(self, num_bytes: int) -> threading.Thread:
+        """Make pieces for that many more bytes while the caller goes on.
+
+        Raises:
+            WorkerError: If the host has no room for them, as `take` does.
+        """
+        more = -(-num_bytes // self._piece_bytes) * self._piece_bytes
+        self._check(more)
+        self._ahead_bytes = max(self._ahead_bytes, self.num_bytes) + more
+        thread = threading.Thread(target=self._make, daemon=True)
+        thread.start()
+        return thread
+
+    def _make(self) -> None:
+        while self.num_bytes < self._ahead_bytes:
+            self._free.append(self._new())
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, u8 each, of that many bytes or more; not handed out again until `give_back`."""
+        number = -(-num_bytes // self._piece_bytes)
+        self._check((number - len(self._free)) * self._piece_bytes)
         found: list[Tensor] = []
-        for _ in range(-(-num_bytes // self._piece_bytes)):
-            if not self._free:
-                piece = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-                self._free.append(piece)
-                self.num_bytes += self._piece_bytes
-            found.append(self._free.pop())
+        while len(found) < number:
+            try:
+                found.append(self._free.pop())
+            except IndexError:
+                found.append(self._new())
         return found
+
+    def _new(self) -> Tensor:
+        with self._lock:
+            self.num_bytes += self._piece_bytes
+        return torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _check(self, more: int) -> None:
+        memory = psutil.virtual_memory()
+        most = int(_MOST_OF_HOST * memory.total) - self.num_bytes
+        if more > 0 and more > min(most, memory.available):
+            raise WorkerError(
+                f"what sleeps in this process needs {bytes_text(self.num_bytes + more)} of pinned "
+                f"memory of the host, which has {bytes_text(memory.total)} "
+                f"({bytes_text(memory.available)} free)\n    at most {percent_text(_MOST_OF_HOST)} "
+                "of it may be pinned, and what is free\n    place training and generation on "
+                "devices of their own, divide the model among more processes, or train adapters "
+                "(model.lora.rank)"
+            )
 
     def give_back(self, pieces: Sequence[Tensor]) -> None:
         self._free += pieces
 
 
+_MOST_OF_HOST = 0.8
+"""Share of the host's memory that a process pins at most: the system cannot page it out."""
 _PINNED = HostRoom()
 """This process's room, empty until something on a GPU sleeps."""
 MEMORY_TO_SPARE: WeakSet[Any] = WeakSet()
 """Objects with memory that only makes their next call faster. They `give_up` once others sleep."""
+
+
+def pin_ahead(num_bytes: int) -> None:
+    """Make room for what will sleep in this process besides what already does."""
+    _PINNED.make_ahead(num_bytes)
 
 
 class HostCopy:

@@ -37,7 +37,7 @@ from .checkpoint_files import (
 )
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256
-from .host_memory import HostCopy, dropped, give_back_freed, on_host, sent
+from .host_memory import HostCopy, dropped, give_back_freed, on_host, pin_ahead, sent
 from .logprob_mismatch import MismatchLimits
 from .microbatch import bounded, repeated_tokens
 from .network import MicroBatches, Network
@@ -73,6 +73,7 @@ class ModelWorker(Worker):
         # Weights that sleep, and what else does
         self._weights_copy: HostCopy | None = None
         self._states_copy: HostCopy | None = None
+        self._has_slept = False
         self._state_files = StateFiles()
         self._restarts = optimizer is not None and optimizer.restart_every_call
         self._trainer: Trainer[Any] | None = None
@@ -213,9 +214,14 @@ class ModelWorker(Worker):
         On a CPU there is no other memory to move to, and nothing is done, unless it is told to wait
         there: then what a GPU would do is done.
         """
+        optimizer = None if self._trainer is None else self._trainer.optimizer
+        to_come = 0 if optimizer is None or optimizer.buffers else optimizer.num_bytes
         self.sleep_but_weights()
         if self._weights_copy is None:
             self._weights_copy = self._moved(self.device_tensors())  # what is left of them
+        if to_come and self.device.type == "cuda" and not self._has_slept:
+            pin_ahead(to_come)  # while others generate for the first step, which makes it
+        self._has_slept = True
 
     def sleep_but_weights(self) -> None:
         if self._states_copy is None:

@@ -127,6 +127,11 @@ def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:
     return buffers
 
 
+def state_bytes(data: Tensor) -> int:
+    """Bytes of `optimizer_buffers`."""
+    return 4 * data.numel() * (2 if data.dtype == torch.float32 else 3)
+
+
 def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
     """The squares' sum of a long float32 vector: pieces in float32, their sums in float64."""
     norms = [x.new_zeros(1)]
@@ -294,6 +299,11 @@ class AdamW:
         """The weights that this process steps, in the layout of the buffers."""
         return self._data
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers, once it has taken a step."""
+        return state_bytes(self._weights())
+
     def _allocated(self) -> dict[str, Tensor]:
         if not self._buffers:
             self._buffers |= optimizer_buffers(self._weights())
@@ -453,6 +463,10 @@ class JoinedAdamW(AdamW):
         self.steps = 0
         for part in self._parts:
             part.restart()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
@@ -69,6 +72,56 @@ def test_pieces_of_host_memory_are_made_once_and_used_again() -> None:
         made |= {piece.data_ptr() for piece in pieces}
         room.give_back(pieces)
     assert len(made) == 4
+
+
+def test_room_is_made_ahead_once_for_all_that_will_sleep() -> None:
+    room = HostRoom(100, pinned=False)
+    pieces = room.take(250)
+    for thread in (room.make_ahead(301), room.make_ahead(100)):
+        thread.join()
+    assert room.num_bytes == 300 + 400 + 100
+    room.give_back(pieces)
+    assert len(room.take(800)) == 8
+    assert room.num_bytes == 800
+
+
+@pytest.mark.parametrize(
+    ("gib", "free_gib", "said"),
+    [(122, 128, "122 GiB of pinned memory of the host, which has 128 GiB (128 GiB free)"),
+     (24, 20, "24.0 GiB of pinned memory of the host, which has 128 GiB (20.0 GiB free)")],
+)  # fmt: skip
+def test_more_than_the_host_can_pin_is_refused_before_it_is_tried(
+    gib: int, free_gib: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 7B in bfloat16 with its moments and master copy; and a host that others fill."""
+    memory = SimpleNamespace(total=128 << 30, available=free_gib << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    room = HostRoom()
+    for ask in (room.take, room.make_ahead):
+        with pytest.raises(WorkerError) as refused:
+            ask(gib << 30)
+        assert str(refused.value) == (
+            f"what sleeps in this process needs {said}\n    at most 80 % of it may be pinned, and "
+            "what is free\n    place training and generation on devices of their own, divide the "
+            "model among more processes, or train adapters (model.lora.rank)"
+        )
+    assert room.num_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_first_sleep_makes_room_for_what_the_first_step_will_make(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, ahead = make_policy(optimizer=OPTIMIZER, dtype=dtype), list[int]()
+    monkeypatch.setattr(model_worker, "pin_ahead", ahead.append)
+    policy.device = torch.device("cuda")  # where nothing of it lies
+    for _ in range(2):
+        policy.sleep()
+        policy.wake()
+    policy.device = torch.device("cpu")
+    train(policy, 0)
+    states = policy._trainer.optimizer.buffers if policy._trainer else []  # pyright: ignore[reportPrivateUsage] - what is inside
+    assert ahead == [sum(tensor.nbytes for tensor in states)]
 
 
 def test_what_is_void_is_freed_and_not_copied() -> None:

@@ -17,7 +17,7 @@ from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
 from ...training.data_parallel import RankGroup, sum_over
 from ...training.network import M, MicroBatches, Outputs, R
-from ...training.optimizer import AdamW, OptimizerSpec, square_sum, update_weights
+from ...training.optimizer import AdamW, OptimizerSpec, square_sum, state_bytes, update_weights
 from ...training.token_logprob import known_words, token_logprob, top_words
 from ..divided_network import DividedNetwork, divided_sharding, held_box, sum_parts
 from .mesh import CutOutputs, FsdpMesh
@@ -61,6 +61,10 @@ class FsdpAdamW(AdamW):
             mine = {kind: views[name] for kind, views in state.items()}
             step = (self._spec, lr, self.steps, self._clip)
             update_weights(weight, grads[name], mine, *step)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(state_bytes, self._views(None).values()))
 
     def _weights(self) -> Tensor:
         return torch.cat([part.reshape(-1) for part in self._views(None).values()])

@@ -398,7 +398,7 @@ class ResponseSampler:
         self._note_version()
         step, slot = torch.nonzero(live, as_tuple=True)
         at, taken = row[slot], token[step, slot]
-        place = self._length[at] + step
+        place = self._length[at] + (live.cumsum(0) - 1)[step, slot]
         self._token[at, place] = taken
         self._logprob[at, place] = logprob[step, slot]
         self._length.index_add_(0, at, torch.ones_like(at))
@@ -460,6 +460,7 @@ class TurnSampler(ResponseSampler):
             vocab_size=vocab_size,
         )
         self.open[:] = False
+        self.longest_text = sampling.max_total_tokens
         self._reads: dict[int, deque[int]] = {}
 
     def begin(self, request: TurnRequest) -> None:
@@ -492,6 +493,21 @@ class TurnSampler(ResponseSampler):
         token[reads] = torch.tensor(read, dtype=token.dtype, device=token.device)
         self._reads = {own: left for own, left in self._reads.items() if left}
         return token, goes_on | reading
+
+    def next_shown(self, row: int) -> int:
+        """The first token that a row is to read."""
+        token = self._reads[row].popleft()
+        if not self._reads[row]:
+            del self._reads[row]
+        return token
+
+    def shown(self, row: Tensor, width: int, count: int) -> Tensor:
+        """At most `count` tokens that each of these rows reads next; -1 for none: i64[width, M]."""
+        found = torch.full((width, len(row)), -1)
+        for slot, own in enumerate(row.tolist()):
+            for step in range(min(count, len(self._reads.get(own, ())))):
+                found[step, slot] = self.next_shown(own)
+        return found
 
     def turn(self, row: int) -> Turn:
         said = self.responses(torch.tensor([row]))

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
-from ...rollout.response_sampler import ResponseSampler
-from ...training.host_memory import MEMORY_TO_SPARE
+from ...rollout.response_sampler import ResponseSampler, TurnSampler
+from ...training.host_memory import MEMORY_TO_SPARE, sent
 from .backbone import LeanBackbone
 from .decode import Batch, entering
 from .network import LeanNetwork
@@ -299,7 +299,10 @@ class DeviceBatch(Batch):
 
     def begin(self, row: Tensor) -> Tensor:
         """Have responses, i64[n] on the CPU, enter, sample a token of each; those that ended."""
-        slots = self.enter(row)
+        return self.first_tokens(self.enter(row))
+
+    def first_tokens(self, slots: Tensor) -> Tensor:
+        """Sample a token of rows that have entered, i64[n]; the responses that ended."""
         entered = torch.zeros_like(self.live)
         entered[slots] = True
         self._next.zero_()
@@ -341,7 +344,7 @@ class DeviceBatch(Batch):
     def sample_next(self, span: int) -> None:
         """Append the last token of every row to its cache, and sample the next; without a look."""
         logits = self._after(self._token, span, self._tables)
-        self._position.add_(1)
+        self._position.add_(self.live)
         self._take(logits, self.live)
 
     def _after(self, token: Tensor, span: int, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -370,21 +373,26 @@ class DeviceBatch(Batch):
         self._next.add_(1)
         self._token.copy_(torch.where(live, sampled.token, self._token))
         self.live.copy_(tokens.goes_on(sampled, self.row, live) | (self.live & ~live))
-        self._position.masked_fill_(~self.live, 0)
+        self._position.masked_fill_(self._free(), 0)
 
     def _looked(self, count: int) -> Tensor:
         """Record the tokens of the window; which responses have ended: i64[n], ascending."""
         token, bits, live = self._window()[:count].cpu().unbind(1)  # the one wait for the device
         live, logprob = live.bool(), bits.int().view(torch.float32)
         goes_on = self._sampler.record(self._response, live, token, logprob)
-        self._known = goes_on | (self._known & ~live[0])
+        any_live = live.any(0)  # a row may begin to speak in between
+        self._known = goes_on | (self._known & ~any_live)
         self.num_live = int(self._known.sum())
         if self._sampler.reads_text:  # only the host knows of strings that have ended a row
             self.live.copy_(self._known)
-            self._position.masked_fill_(~self.live, 0)
-        return self._response[live[0] & ~goes_on].sort().values
+            self._position.masked_fill_(self._free(), 0)
+        return self._response[any_live & ~goes_on].sort().values
 
     # --- rows
+
+    def _free(self) -> Tensor:
+        """Rows that keep nothing in their cache, bool[M]."""
+        return ~self.live
 
     def _count(self) -> None:
         """Nothing: the host counts what it knows."""
@@ -418,3 +426,50 @@ class DeviceBatch(Batch):
         self.row, self.live, self.held, self._position, self._token = map(moved, own)
         for layer, (key, value) in enumerate(self._cache):
             self._cache[layer] = moved(key), moved(value)
+
+
+class TurnBatch(DeviceBatch):
+    """A `DeviceBatch` of conversations: rows that are held keep their cache, and may read.
+
+    A row that reads is shown its next token in place of one that is sampled.
+    """
+
+    def __init__(self, network: LeanNetwork, sampler: TurnSampler, most: int, longest: int) -> None:
+        super().__init__(network, sampler, most, longest)
+        self._turns = sampler
+        # i64[W, M]; tokens that rows are shown, -1 where they speak
+        shape = (TOKENS_PER_LOOK, len(self.row))
+        self._shown = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+
+    def first_tokens(self, slots: Tensor) -> Tensor:
+        self._shown.fill_(-1)
+        return super().first_tokens(slots)
+
+    def run(self, count: int) -> None:
+        shown = self._turns.shown(self._response.where(self._known, -1), TOKENS_PER_LOOK, count)
+        self._shown.copy_(sent(shown, self._device))
+        super().run(count)
+
+    def hold(self, slot: int, *, held: bool) -> None:
+        self.held[slot] = held
+        if not held and not self._known[slot]:
+            self._position[slot] = 0
+
+    def resume(self, slot: int, longest: int) -> None:
+        self.live[slot] = self._known[slot] = True
+        self._token[slot] = self._turns.next_shown(int(self._response[slot]))
+        self.num_live = int(self._known.sum())
+
+    def _take(self, logits: Tensor, live: Tensor) -> None:
+        shown = self._shown.index_select(0, self._next)[0]
+        reads = live & (shown >= 0)
+        super()._take(logits, live & ~reads)
+        self._token.copy_(torch.where(reads, shown, self._token))
+
+    def _free(self) -> Tensor:
+        return ~(self.live | self.held)
+
+    def _keep(self, keep: Tensor) -> None:
+        super()._keep(keep)
+        # Nothing is to be read in it before the next look.
+        self._shown = self._shown[:, : len(keep)].contiguous()

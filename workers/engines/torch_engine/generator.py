@@ -40,7 +40,7 @@ from ...rollout.sampling import SampleStreams
 from ...training.host_memory import HostCopy, give_back_freed
 from .attention import attend_cache
 from .decode import Batch, decode
-from .device_decode import KeptBatch, decode_on_device
+from .device_decode import KeptBatch, TurnBatch, decode_on_device, rows_in_memory
 from .network import LeanNetwork, TorchNetwork
 from .packing import ALIGN
 
@@ -200,6 +200,11 @@ def _attend(
     return mixed.view(len(query), 1, query.shape[1], -1), None
 
 
+def waits_for(device: torch.device) -> bool:
+    """Whether conversations look at every token: a CPU has nothing to do meanwhile."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class _Answered(Generic[T]):
     """The end of conversations that the first process holds."""
@@ -226,8 +231,16 @@ class TorchTurns:
     ) -> None:
         self._sampler = sampler
         self._network = network
-        self._batch = Batch(network, sampler, min(num_rows, max_rows))
-        self._most = min(num_rows, max_rows)
+        self._waits = waits_for(network.device)
+        self._most, longest = min(num_rows, max_rows), sampler.longest_text + 2
+        if network.device.type == "cuda":
+            fit = rows_in_memory(network.backbone, network.device, longest, self._most)
+            self._most = network.agreed(fit)
+        self._batch = (
+            Batch(network, sampler, self._most)
+            if self._waits
+            else TurnBatch(network, sampler, self._most, longest)
+        )
         self._num_to_come = num_rows
         self._waiting: deque[TurnRequest] = deque()
         self._slots: dict[int, int] = {}
@@ -284,21 +297,29 @@ class TorchTurns:
 
     @torch.no_grad()
     def _step(self) -> list[Turn]:
-        self._enter()
-        batch = self._batch
+        batch, slots = self._batch, self._enter()
+        if isinstance(batch, TurnBatch):
+            ended = batch.first_tokens(slots).tolist() if len(slots) else []
+            if not ended and batch.num_live:
+                ended = batch.advance().tolist()
+            self._shrink()
+            return [self._ended(row) for row in ended]
         sampled, live = self._sampler.sample(batch.logits, batch.row, batch.live)
         ended = batch.row[batch.live & ~live].tolist()
         if ended:
             batch.end(live)
         turns = [self._ended(row) for row in sorted(ended)]
         if batch.num_live:
-            keep = None if self._num_to_come else batch.shrink()
-            if keep is not None:
-                sampled = sampled[keep]
-                place = {slot: new for new, slot in enumerate(keep.tolist())}
-                self._slots = {row: place[slot] for row, slot in self._slots.items()}
-            batch.step(sampled)
+            keep = self._shrink()
+            batch.step(sampled if keep is None else sampled[keep])
         return turns
+
+    def _shrink(self) -> Tensor | None:
+        keep = None if self._num_to_come else self._batch.shrink()
+        if keep is not None:
+            place = {slot: new for new, slot in enumerate(keep.tolist())}
+            self._slots = {row: place[slot] for row, slot in self._slots.items()}
+        return keep
 
     def release(self, row: int) -> None:
         self._events.append(row)
@@ -313,7 +334,8 @@ class TorchTurns:
     def close(self) -> None:
         """See `Turns.close`: it holds nothing but memory."""
 
-    def _enter(self) -> None:
+    def _enter(self) -> Tensor:
+        """Begin turns that wait; the rows of the batch that texts were computed for, i64[n]."""
         new: list[TurnRequest] = []
         for request in [*self._waiting]:
             held = self._held.get(request.row)
@@ -326,7 +348,7 @@ class TorchTurns:
                 self._let_go(request.row)
                 new.append(request)
         if not new:
-            return
+            return torch.zeros(0, dtype=torch.int64)
         rows = torch.tensor(sorted(request.row for request in new))
         slots = self._batch.enter(rows)
         self._slots |= dict(zip(rows.tolist(), slots.tolist(), strict=True))
@@ -334,6 +356,7 @@ class TorchTurns:
             self._batch.hold(self._slots[request.row], held=True)
             self._held[request.row] = [*request.text]
             self.num_read += len(request.text)
+        return slots
 
     def _goes_on(self, request: TurnRequest, held: list[int]) -> bool:
         """Whether a row can go on from what it holds; if so, it reads the rest."""

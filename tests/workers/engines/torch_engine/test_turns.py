@@ -12,6 +12,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.language import Turn, TurnRequest, Turns
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine import generator
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from torch_models import EOS, FAMILIES, GPT2, VOCAB
@@ -76,6 +77,23 @@ def columns(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             own = slice(start, start + len(turn.token))
             mask[number, own], logprob[number, own] = True, turn.logprob
     return tokens, mask, logprob
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "patience", "seed"), [(64, 0.0, 0), (64, 0.9, 1), (16, 0.5, 2), (3, 0.8, 3)]
+)
+def test_a_device_that_looks_at_every_16th_token_samples_the_same(
+    max_rows: int, patience: float, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    expected = columns(
+        conversations(policy("qwen2")._generator.turns(SAMPLING, ROWS), patience=0.5)
+    )
+    monkeypatch.setattr(generator, "waits_for", lambda device: False)  # pyright: ignore[reportUnknownLambdaType]
+    turns = policy("qwen2", max_rows)._generator.turns(SAMPLING, ROWS)
+    found = columns(conversations(turns, patience=patience, seed=seed))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert turns.num_reused > 0
 
 
 @pytest.mark.slow

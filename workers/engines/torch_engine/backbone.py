@@ -31,6 +31,7 @@ from .fused import (
     rms_norm,
     rotate,
     rotate_heads,
+    rotate_into,
     sum_norm,
     sum_norm_linear,
 )
@@ -289,6 +290,26 @@ class LeanBackbone:
         query = rms_norm(query, layer.query_norm, self.eps)
         key = rms_norm(key, layer.key_norm, self.eps)
         return x, rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def project_into(
+        self,
+        x: Tensor,
+        change: Tensor | None,
+        layer: LayerWeights,
+        cos: Tensor,
+        sin: Tensor,
+        caches: tuple[Tensor, Tensor],
+        where: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`x + change` and queries of `project`, whose keys and values `rotate_into` caches."""
+        heads, keys = self.num_heads, self.num_key_heads
+        x, qkv = layer.qkv.of_norm(x, change, layer.input_norm, self.eps)
+        qkv = qkv.view(len(x), -1, self.head_dim)
+        query, key, value = qkv.split([heads, keys, keys], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = rms_norm(query, layer.query_norm, self.eps)
+            key = rms_norm(key, layer.key_norm, self.eps)
+        return x, rotate_into((query, key, value), cos, sin, caches, where)
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]. See `_layer`."""

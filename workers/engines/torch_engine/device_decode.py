@@ -353,11 +353,10 @@ class DeviceBatch(Batch):
         backbone, position = self._backbone, self._position
         used = UsedPositions.until(position, span, backbone.num_key_heads, self._capacity)
         cos, sin = (table.index_select(0, position) for table in tables)
-        where = self._places()
+        where = self._places().view(len(token), -1)
         x, change = backbone.embed(token), None
         for layer, caches in zip(backbone.layers, self._cache, strict=True):
-            x, query, key, value = backbone.project(x, change, layer, cos, sin)
-            self._write(caches, (key, value), where)
+            x, query = backbone.project_into(x, change, layer, cos, sin, caches, where)
             mixed = attend_used(query, caches, used, backbone.scale)
             x, change = backbone.finish(x, mixed, layer)
         return self._network.head(backbone.last_norm(x, change))

@@ -296,11 +296,67 @@ def _heads_turned_back_at_once(
     return torch.cat([*turned, value], dim=1)
 
 
+def rotate_into(
+    heads: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    caches: tuple[Tensor, Tensor],
+    where: Tensor,
+) -> Tensor:
+    """Queries [M, H, E] of rotated ones, keys and values, which go into caches.
+
+    Shapes: `heads` [M, H, E] and twice [M, K, E]; `caches` keys and values [M, K, S, E]; `where`
+    i64[M, K], counted in vectors of a cache.
+    """
+    size = heads[0].shape[-1]
+    keys, values = (part.view(-1, size) for part in caches)
+    query: Tensor = _rotated_into(*heads, cos, sin, keys, values, where)
+    return query
+
+
+def _rotated_into_as_it_is(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    where: Tensor,
+) -> Tensor:
+    keys.index_put_((where,), _turned_as_it_is(key, cos, sin))
+    values.index_put_((where,), value)
+    return _turned_as_it_is(query, cos, sin)
+
+
+def _rotated_into_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    where: Tensor,
+) -> Tensor:
+    def turned(x: Tensor) -> Tensor:
+        # `_turned_at_once` without a concatenation, which would be a kernel before a cache's.
+        halves = x.unflatten(-1, (2, -1))
+        others = halves.flip(-2).float() * (sin.unsqueeze(-2) * sign)
+        return ((halves * cos.unsqueeze(-2)).float() + others).to(x.dtype).flatten(-2)
+
+    sign = torch.arange(-1, 2, 2, device=query.device).view(2, 1)
+    keys.index_put_((where,), turned(key))
+    values.index_put_((where,), value)
+    return turned(query)
+
+
 _turned = Compiled(_turned_at_once, (0, 1, 2), _turned_as_it_is)
 _turned_back = Compiled(_turned_back_at_once, (0, 1, 2), _turned_back_as_it_is)
 _heads_turned_back = Compiled(
     _heads_turned_back_at_once, (0, 1, 2, 3, 4), _heads_turned_back_as_it_is
 )
+_rotated_into = Compiled(_rotated_into_at_once, range(8), _rotated_into_as_it_is)
 
 # --- gated feed-forward
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from fake_device import CountedOps, fake_batch
 from in_flight_streams import alone, check_parted, check_versions, streamed
+from kernel_reference import use_functions
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
-from penstock.workers.engines.torch_engine import device_decode, generator
+from penstock.workers.engines.torch_engine import backbone, device_decode, generator
 from penstock.workers.engines.torch_engine.attention import attend_cache
 from penstock.workers.engines.torch_engine.decode import decode
 from penstock.workers.engines.torch_engine.device_decode import (
@@ -213,12 +214,14 @@ def test_a_batch_of_other_sizes_is_not_used_again(monkeypatch: pytest.MonkeyPatc
 def test_samples_by_the_kernel_are_those_of_the_plain_loop(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its numbers by plain torch, in float32, so that only rounding differs."""
+    """Kernels by plain torch, in float32, so that only rounding differs."""
     network = network_of(family)
     sampling = Sampling(num_samples=3, max_new_tokens=30)
     expected = sampled(network, sampling)
     use_reference(monkeypatch)
-    monkeypatch.setattr(device_decode, "has_kernel", lambda query: True)  # pyright: ignore[reportUnknownLambdaType]
+    use_functions(monkeypatch)
+    for module, name in ((device_decode, "has_kernel"), (backbone, "has_kernels")):
+        monkeypatch.setattr(module, name, lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
     for max_rows in (512, 7):
         found = on_device(monkeypatch, network, sampling, max_rows)
         assert torch.equal(found.token, expected.token)
@@ -321,10 +324,10 @@ def test_a_look_would_be_noticed():
 def test_rows_enter_without_a_look_once_their_texts_are_computed():
     """Three texts of up to 9 tokens, the second of two responses."""
     network = network_of("qwen3")
-    backbone = network.backbone
+    layers = network.backbone
     with fake_batch(network, Sampling(), num_rows=16, positions=64) as batch, CountedOps() as ops:
-        shape = (32, backbone.num_key_heads, backbone.head_dim)
-        packed = [(torch.empty(shape, device="cuda"),) * 2 for _ in backbone.layers]
+        shape = (32, layers.num_key_heads, layers.head_dim)
+        packed = [(torch.empty(shape, device="cuda"),) * 2 for _ in layers.layers]
         place = torch.empty(3, 9, dtype=torch.int64, device="cuda")
         logits = torch.empty(4, VOCAB, device="cuda")
         text, slots = (torch.empty(4, dtype=torch.int64, device="cuda") for _ in range(2))

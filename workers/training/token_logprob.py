@@ -6,7 +6,7 @@ weights; fewer of them exist in float32; and the backward pass makes them again.
 are what its cache holds, elsewhere what makes products large and launches few.
 
 A CUDA device reads each logit once forward, makes none of them float32, and replaces it by its
-gradient once; where its memory is large beside them it keeps them in between.
+gradient once; it keeps them in between if they are not too many.
 
 Shapes: U hidden states, D hidden size, V words, n tokens asked for.
 """
@@ -14,7 +14,6 @@ Shapes: U hidden states, D hidden size, V words, n tokens asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +31,9 @@ MOST_IN_FLOAT32 = 1 << 21
 """Logits that exist at once in float32 on a CPU: 8 MiB, about what the cache holds."""
 _ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
 """Chunks on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
-_MOST_KEPT = (1 << 31) - 1
-"""Logits of a piece that is kept, which kernels count with 32 bits."""
-_KEPT_SHARE = 14
-"""Logits that take at most this part of a CUDA device's memory are kept: 5.7 GiB of 80."""
+_MOST_KEPT, _PIECE_KEPT = 3 << 30, (1 << 31) - 1
+"""Logits of 16 bits that a CUDA device keeps from the forward to the backward pass, 6 GiB, and how
+many of them are a piece, which kernels count with 32 bits."""
 _LEAST = -1e4  # of a logit less the largest: its chance is 0 by far, and times anything still 0
 
 
@@ -57,16 +55,9 @@ def most_logits(*, on_cpu: bool) -> tuple[int, int]:
     return (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)
 
 
-def keeps_logits(num_logits: int, dtype_bytes: int, device_bytes: int) -> bool:
-    """Whether so many logits stay from the forward to the backward pass on a CUDA device."""
-    return dtype_bytes < 4 and num_logits * dtype_bytes * _KEPT_SHARE <= device_bytes
-
-
-@cache
-def _memory(device: torch.device) -> int:
-    """Bytes of a CUDA device, used or not."""
-    has = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device).total_memory if has else 0
+def keeps_logits(num_logits: int, dtype_bytes: int, *, on_cpu: bool) -> bool:
+    """Whether so many logits stay from the forward to the backward pass."""
+    return not on_cpu and dtype_bytes < 4 and num_logits <= _MOST_KEPT
 
 
 def token_logprob(
@@ -170,9 +161,9 @@ class _TokenLogprob(torch.autograd.Function):
         order = sent(by_state, states.device)
         lines = _Lines(entry[by_state], target[order])
         by = number(temperature, states.device)
-        num_logits, num_bytes = len(states) * len(weight), weight.element_size()
-        keeps = keeps_logits(num_logits, num_bytes, _memory(states.device))
-        ctx.most = _MOST_KEPT if keeps and ctx.needs_input_grad[0] else None
+        size = len(states) * len(weight), weight.element_size()
+        keeps = keeps_logits(*size, on_cpu=states.device.type != "cuda")
+        ctx.most = _PIECE_KEPT if keeps and ctx.needs_input_grad[0] else None
         largest = torch.empty(len(states), dtype=torch.float32, device=states.device)
         log_total = torch.empty_like(largest)
         entropy = torch.empty_like(largest) if needs_entropy else largest.new_zeros(0)

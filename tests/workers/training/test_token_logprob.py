@@ -17,6 +17,7 @@ from penstock.workers.engines.divided_network import vocabulary_logprob
 from penstock.workers.training import token_logprob as chunked
 from penstock.workers.training.host_memory import sent
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WORDS, SIZE = 23, 5
 
@@ -43,6 +44,7 @@ def _plain(
     needs_entropy=st.booleans(),
     has_bias=st.booleans(),
     on_device=st.booleans(),
+    keeps=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_numbers_and_gradients_are_those_of_plain_autograd(
@@ -54,6 +56,7 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
     needs_entropy: bool,
     has_bias: bool,
     on_device: bool,
+    keeps: bool,
     seed: int,
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -79,6 +82,8 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
         patch.setattr(chunked, "MOST_IN_FLOAT32", WORDS * rows_exact)
         if on_device:
             use_functions(patch)
+            patch.setattr(chunked, "keeps_logits", lambda *_, **__: keeps)  # pyright: ignore[reportUnknownLambdaType]
+            patch.setattr(chunked, "_PIECE_KEPT", WORDS * (rows_at_once + 1))
         logprob, entropy = chunked.token_logprob(
             states, weight, bias, target, entry, temperature, needs_entropy=needs_entropy
         )
@@ -219,3 +224,37 @@ def test_elsewhere_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.empty(8192, dtype=torch.int64, device="meta")
     chunked.token_logprob(states, weight, None, target, places, 1.0, needs_entropy=True)
     assert products == [1766, 1766, 1766, 1766, 1128]
+
+
+class _Products(TorchDispatchMode):
+    """Counts products with a head's weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("keeps", "products"), [(True, 3), (False, 4)])
+def test_logits_that_are_kept_are_not_made_again(
+    keeps: bool, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_functions(monkeypatch)
+    monkeypatch.setattr(chunked, "keeps_logits", lambda *_, **__: keeps)  # pyright: ignore[reportUnknownLambdaType]
+    states, weight = (torch.randn(n, SIZE).requires_grad_() for n in (7, WORDS))
+    target = torch.arange(7)
+    with _Products() as seen:
+        found, _ = chunked.token_logprob(
+            states, weight, None, target, None, 1.0, needs_entropy=False
+        )
+        found.sum().backward()
+    assert seen.count == products
+
+
+def test_a_device_keeps_logits_of_16_bits_that_are_not_too_many() -> None:
+    words, kept = 151_936, chunked.keeps_logits
+    assert kept(16_384 * words, 2, on_cpu=False)
+    assert not kept(32_768 * words, 2, on_cpu=False)
+    assert not kept(words, 4, on_cpu=False)
+    assert not kept(words, 2, on_cpu=True)

@@ -15,8 +15,8 @@ tensor alive at the peak of real calls on a CPU:
 
 Not modeled: of architectures that run through the Hugging Face forward anything but a mixture's
 experts, buffers inside libraries, and attention on devices other than CPUs, which is a library's
-there. More logits exist at once on such devices; with that the five peaks of an H100 that were
-measured are within 1 % of what is predicted (`docs/gpu.md`).
+there. On CUDA devices logits are kept as far as `keeps_logits` says, or more of them exist at once,
+none in float32; and a weight's gradient is added to its buffer where it is made.
 
 Shapes: N packed tokens, U positions that are read, M rows decoded at once.
 """
@@ -38,7 +38,7 @@ from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.microbatch import bounded
-from ...training.token_logprob import most_logits
+from ...training.token_logprob import keeps_logits, most_logits
 from ..engine import EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
 from .packing import ALIGN, by_length, padded_tokens, padded_width, round_up
@@ -338,13 +338,18 @@ def _scores(shape: ModelShape, pack: PackSizes) -> int:
     return 3 * _FLOAT * min(rows * each, max(MOST_SCORES, shape.num_heads * keys * ALIGN))
 
 
-def _head(shape: ModelShape, pack: PackSizes, on_cpu: bool) -> tuple[int, int]:
+def _head(
+    shape: ModelShape, pack: PackSizes, *, on_cpu: bool, trains: bool = False
+) -> tuple[int, int]:
     """Bytes of the logits that exist at once, and of a slice of them in float32."""
+    every = pack.reads * shape.vocab_size
+    if trains and keeps_logits(every, shape.dtype_bytes, on_cpu=on_cpu):
+        return every * shape.dtype_bytes, 0
     at_once, in_float32 = (
         min(pack.reads, max(1, most // shape.vocab_size)) * shape.vocab_size
         for most in most_logits(on_cpu=on_cpu)
     )
-    return at_once * shape.dtype_bytes, in_float32 * _FLOAT
+    return at_once * shape.dtype_bytes, in_float32 * _FLOAT if on_cpu else 0
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -352,8 +357,7 @@ def _head(shape: ModelShape, pack: PackSizes, on_cpu: bool) -> tuple[int, int]:
 
 def _train(call: Call, pack: PackSizes, checkpointing: bool, on_cpu: bool) -> list[Parts]:
     shape, s, p = call.model, _sizes(call.model), pack
-    # Below adapters no weight has a gradient.
-    embedding = 0 if shape.adapter_params else shape.embedding_params * s.number
+    embedding = _gradient(shape, shape.embedding_params, on_cpu)
     # The gradient of a head that is also the embedding waits for that of the embedding.
     tied = embedding if call.head == "vocabulary" and shape.tied_embeddings else 0
     whole = s.attention + s.feed_forward
@@ -361,38 +365,47 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool, on_cpu: bool) -> li
     below = _indices(shape, p) + (shape.num_layers - 1) * kept
     last = p.tokens * s.attention + p.reads * (s.heads + s.feed_forward)
     moments = [
-        Parts(gradients=tied, activations=below + last + _feed_forward_back(shape, p.reads)),
+        Parts(
+            gradients=tied, activations=below + last + _feed_forward_back(shape, p.reads, on_cpu)
+        ),
         Parts(
             gradients=tied, activations=below + p.tokens * s.attention + _attention_back(shape, p)
         ),
         Parts(gradients=max(tied + embedding, _handed_over(embedding, s.number))),
     ]
     if shape.num_layers > 1:
-        before = below - kept + p.tokens * whole + _feed_forward_back(shape, p.tokens)
+        before = below - kept + p.tokens * whole + _feed_forward_back(shape, p.tokens, on_cpu)
         moments.append(Parts(gradients=tied, activations=before))
     if call.head == "vocabulary":
         states = 3 * p.reads * s.hidden  # before and after the norm, and the latter's gradient
         saved = below + (p.tokens * s.hidden if checkpointing else last) + states
-        logits, sliced = _head(shape, p, on_cpu)
+        logits, sliced = _head(shape, p, on_cpu=on_cpu, trains=True)
         slices = 2 if s.number == _FLOAT else 3
-        total, part, ending = embedding, 0, tied or _handed_over(embedding, s.number)
+        total, ending = embedding, tied or _handed_over(embedding, s.number)
         if s.number != _FLOAT and logits < p.reads * shape.vocab_size * s.number:
             # Pieces of the head's gradient are added up in float32, and then converted.
             total = embedding // s.number * _FLOAT
-            part, ending = 0 if on_cpu else embedding, max(ending, total + embedding)
+            ending = max(ending, total + embedding)
         moments += [
-            Parts(gradients=total + part, activations=saved, logits=logits + slices * sliced),
+            Parts(gradients=total, activations=saved, logits=logits + slices * sliced),
             Parts(gradients=ending, activations=saved),
         ]
     return moments
 
 
-def _feed_forward_back(shape: ModelShape, tokens: int) -> int:
+def _gradient(shape: ModelShape, params: int, on_cpu: bool) -> int:
+    """Bytes of the gradient of so many weights before it is added to the buffer."""
+    is_lean = shape.family in ("", *DIVIDED_FAMILIES) and not shape.num_experts
+    # Below adapters no weight has one, and on a CUDA device the product adds it.
+    return 0 if shape.adapter_params or (is_lean and not on_cpu) else params * shape.dtype_bytes
+
+
+def _feed_forward_back(shape: ModelShape, tokens: int, on_cpu: bool) -> int:
     """Bytes that the backward pass through a layer's feed-forward adds to what was kept of it."""
     s = _sizes(shape)
     # All experts of a layer are one parameter, and have one gradient.
     params = max(shape.num_experts, 1) * shape.hidden_size * shape.intermediate_size
-    weight = 0 if shape.adapter_params else params * s.number
+    weight = _gradient(shape, params, on_cpu)
     ending = _handed_over(2 * weight, s.number)  # in the place of gate and up
     return tokens * s.hidden + max(tokens * (4 * s.inner + s.routed) + weight, ending)
 
@@ -419,7 +432,7 @@ def _attention_back(shape: ModelShape, pack: PackSizes) -> int:
 def _forward(call: Call, pack: PackSizes, on_cpu: bool) -> list[Parts]:
     moments = [Parts(activations=_layer(call.model, pack))]
     if call.head == "vocabulary":
-        logits, sliced = _head(call.model, pack, on_cpu)
+        logits, sliced = _head(call.model, pack, on_cpu=on_cpu)
         sizes = _sizes(call.model)
         slices = 1 if sizes.number == _FLOAT else 2
         hidden = 2 * pack.reads * sizes.hidden

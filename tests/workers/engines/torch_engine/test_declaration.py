@@ -65,6 +65,19 @@ def test_adapters_have_gradients_and_moments_and_the_weights_below_have_none() -
     assert TorchMemory().resident(copy, Layout()) == Parts(weights=2 * PARAMS + 2000)
 
 
+def test_on_a_device_weights_have_no_gradient_beside_the_buffer_and_logits_are_kept() -> None:
+    model = HALF.model_copy(update={"vocab_size": 100_000})
+    call = make_call(model=model, **rows(num=64, prompt=1, response=64))
+    there, here = (
+        torch_transient_parts(call, micro_batch_tokens=4096, on_cpu=on_cpu)
+        for on_cpu in (False, True)
+    )
+    assert there.gradients == 0 < here.gradients
+    assert 64 * 63 <= there.logits / model.vocab_size / 2 <= 64 * 64
+    forward = dataclasses.replace(call, kind="forward")
+    assert torch_transient_parts(forward, on_cpu=False).logits <= 2 << 28
+
+
 def test_a_copy_that_generates_has_weights_alone() -> None:
     call = make_call("generate", model=TINY)
     assert TorchMemory().resident(call, Layout()) == Parts(weights=4 * PARAMS)

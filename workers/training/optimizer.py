@@ -151,11 +151,11 @@ def _check_norm(norm: float, step: int) -> None:
 
 
 Clip = tuple[Tensor, Tensor]
-"""What a gradient is divided by, and 1 if it is not finite and no step is taken: f32[] each."""
+"""A divisor of a gradient, and 1 if it is not finite and no step is taken: f32[] each."""
 
 
 def clip_of(norm: Tensor, spec: OptimizerSpec) -> Clip:
-    """How a gradient of a global norm, f64[], is scaled down to the spec's bound."""
+    """The clip that scales a gradient of a global norm, f64[], down to the spec's bound."""
     largest = spec.max_grad_norm or math.inf
     return (norm / largest).clamp(min=1).float(), norm.isfinite().logical_not().float()
 

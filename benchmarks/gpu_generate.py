@@ -134,7 +134,7 @@ def _timed_graphs() -> Generator[_Times]:
     times = _Times()
 
     class Timed(StepGraphs):
-        def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
+        def run(self, step: Callable[[int], None], span: int, weights_at: object) -> None:
             captured = len(times.capture_s)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             if span not in self._graphs:

@@ -20,6 +20,7 @@ import torch
 from gpu_case import SAMPLES, Bench, DeviceModel, Figure, batch_of, packs_seen, prompts_of
 from gpu_compute import mfu, train_step
 from penstock.algorithms.roles import Sampling
+from penstock.algorithms.roles.language_tables import Rollout
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -59,16 +60,45 @@ class Switch:
                 *parts, name = path.split(".")
                 for part in parts:
                     owner = getattr(owner, part)
-                stack.enter_context(mock.patch.object(owner, name, value))
+                off = owner._plain if value is _PLAIN else value
+                stack.enter_context(mock.patch.object(owner, name, off))
             yield
 
 
-SWITCHES: tuple[Switch, ...] = (
-    Switch(
-        "large micro-batches",
-        [("", "_micro_batch_tokens", 4096), ("", "_trainer._micro_batch_tokens", 4096)],
-    ),
-)
+_PLAIN = object()
+"""What is called where nothing is compiled."""
+
+
+def _compiled(module: str, *names: str) -> list[tuple[str, str, Any]]:
+    return [(module, f"{name}.compiled", _PLAIN) for name in names]
+
+
+_FUSED, _PACKING = "engines.torch_engine.fused", "engines.torch_engine.packing"
+_LOGPROB = "training.token_logprob"
+SWITCHES = (
+    Switch("prompts shared wherever that saves tokens (S1)",
+           [(_PACKING, "least_shared", lambda on_cpu: 0.2),
+            ("engines.torch_engine.network", "LeanNetwork.shares_prompts", False)]),
+    Switch("norms by torch's kernels (S2)",
+           [(_FUSED, "has_kernels", lambda x: False), *_compiled(_FUSED, "_sum_norm")]),
+    Switch("log-probabilities in one pass (S3)", _compiled(_LOGPROB, "_sums", "_change")),
+    Switch("SwiGLU, rotation and sums with norms compiled (S4)",
+           _compiled(_FUSED, "_sum_norm", "_before_sum_norm", "_turned", "_turned_back",
+                     "_heads_turned_back", "_product", "_before_product")),
+    Switch("large micro-batches (S5)",
+           [("", "_micro_batch_tokens", 4096), ("", "_trainer._micro_batch_tokens", 4096)]),
+    Switch("gradients added in float32 by the product (S5)",
+           [("training.weight_gradients", "AddedGradients.devices", frozenset[str]())]),
+    Switch("kept logits (S6)", [(_LOGPROB, "keeps_logits", lambda *sizes: False)]),
+)  # fmt: skip
+"""Of training."""
+DECODING = (
+    Switch("attention over used positions (D1)",
+           [("engines.torch_engine.device_decode", "DeviceBatch.flash", False)]),
+    Switch("steps and sampling compiled (D3, D4)",
+           [*_compiled(_FUSED, "_sum_norm", "_turned", "_product"),
+            *_compiled("rollout.sampling", "_block_sums")]),
+)  # fmt: skip
 _ALL = Switch("all of them", [one for switch in SWITCHES for one in switch.off])
 
 
@@ -85,6 +115,7 @@ def ablation(bench: Bench) -> Iterator[Figure]:
     for name in reversed(list(bench.sizes.models)):
         yield from _trained(bench, name)
         gc.collect()
+    yield from _generated(bench, bench.sizes.large)
     yield from _exactness(bench, bench.sizes.large)
 
 
@@ -122,6 +153,37 @@ def _trained(bench: Bench, name: str) -> Iterator[Figure]:
         )
 
 
+def _generated(bench: Bench, name: str) -> Iterator[Figure]:
+    """A generate call without each switch of decoding, for few rows and for many."""
+    sizes, meter = bench.sizes, bench.meter
+    policy = bench.policy(name, trained=False)
+    for rows in (sizes.decode_rows[0], sizes.decode_rows[-1]):
+
+        def call(rows: int = rows) -> None:
+            _sampled(policy, prompts_of(sizes, rows // SAMPLES), sizes.decode_tokens // 2)
+
+        for switch in DECODING:
+            on_s, off_s = list[float](), list[float]()
+            meter.once(call)
+            for _ in range(TURNS):
+                with switch.switched_off(policy):
+                    meter.once(call)  # its graphs are others
+                    off_s.append(meter.once(call))
+                meter.once(call)
+                on_s.append(meter.once(call))
+            yield Figure(
+                name=f"{rows} rows without {switch.name} over the call with it, {name}",
+                value=median(off_s) / median(on_s),
+                details={"off_s": off_s, "on_s": on_s},
+            )
+
+
+def _sampled(policy: PolicyWorker, prompt: Tensor, tokens: int) -> Rollout:
+    with call_scope(0, 0):
+        sampling = Sampling(num_samples=SAMPLES, max_new_tokens=tokens)
+        return policy.generate(prompt, torch.arange(len(prompt)), sampling)
+
+
 def _gradient(policy: Any) -> Tensor:
     return policy.network.flat.grad[::SAMPLED].clone()
 
@@ -132,15 +194,13 @@ def _exactness(bench: Bench, name: str) -> Iterator[Figure]:
     policy = bench.policy(name, trained=False)
     prompt = prompts_of(sizes, EXACT_ROWS)
     tokens = min(GENERATED_TOKENS, sizes.decode_tokens)
-    sampling = Sampling(num_samples=SAMPLES, max_new_tokens=tokens)
-    with call_scope(0, 0):
-        rollout = policy.generate(prompt, torch.arange(len(prompt)), sampling)
-    everything = Switch("all of them", [one for one in _ALL.off if one[0]])
+    rollout = _sampled(policy, prompt, tokens)
+    kernels = [one for switch in (_ALL, *DECODING) for one in switch.off if one[0]]
+    everything = Switch("all of them", list(dict.fromkeys(kernels)))
     found = {"sampled": rollout.behavior_logprob, "on": _logprobs(policy, rollout)}
     with everything.switched_off(policy):
         found["off"] = _logprobs(policy, rollout)
-        with call_scope(0, 0):
-            other = policy.generate(prompt, torch.arange(len(prompt)), sampling)
+        other = _sampled(policy, prompt, tokens)
         found["off, sampled and evaluated"] = other.behavior_logprob - _logprobs(policy, other)
     del policy
     exact_spec = TorchPolicySpec(
@@ -167,6 +227,6 @@ def _exactness(bench: Bench, name: str) -> Iterator[Figure]:
         yield Figure(name=what, value=wrong["mean"], details=wrong)
 
 
-def _logprobs(policy: PolicyWorker, rollout: Any) -> Tensor:
+def _logprobs(policy: PolicyWorker, rollout: Rollout) -> Tensor:
     with call_scope(0, 1):
         return policy.logprob(rollout.tokens, rollout.mask)

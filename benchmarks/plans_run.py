@@ -47,6 +47,8 @@ MODELS: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 """Engine that trains -> models that it is asked for, smallest first."""
+WEIGHT_ERROR = 0.02
+"""A call whose weights take so much more or less memory than planned is printed."""
 GENERATES = ("sft", "dpo", "reward_modelling")
 """Algorithms that do not."""
 PINS: Mapping[str, Sequence[str]] = {
@@ -345,6 +347,9 @@ def main() -> None:
         outcomes.append(outcome)
         if not args.quiet or outcome.kind not in ("runnable", "refused"):
             print(number, outcome.kind, " ".join(outcome.case.words), outcome.said, flush=True)
+        off = max((abs(planned / built - 1) for planned, built in outcome.weights), default=0.0)
+        if off > WEIGHT_ERROR:
+            print(number, "weights off by", off, *outcome.case.words, outcome.weights, flush=True)
     kinds = Counter(outcome.kind for outcome in outcomes)
     pairs = [pair for outcome in outcomes for pair in outcome.weights]
     off = [abs(planned / built - 1) for planned, built in pairs]

@@ -26,6 +26,7 @@ from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.training.host_memory import MEMORY_TO_SPARE
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,6 +36,12 @@ SAMPLED = 7
 EXACT_ROWS = 8
 """Rows whose log-probabilities are computed in float32 as well."""
 GENERATED_TOKENS = 64
+
+
+def _drop_captures() -> None:
+    """Drop steps that are captured, for a switch does nothing to them."""
+    for one in [*MEMORY_TO_SPARE]:
+        one.give_up()
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,9 @@ class Switch:
                     owner = getattr(owner, part)
                 off = owner._plain if value is _PLAIN else value
                 stack.enter_context(mock.patch.object(owner, name, off))
+            _drop_captures()
             yield
+        _drop_captures()
 
 
 _PLAIN = object()

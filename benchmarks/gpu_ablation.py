@@ -82,14 +82,22 @@ def _compiled(module: str, *names: str) -> list[tuple[str, str, Any]]:
     return [(module, f"{name}.compiled", _PLAIN) for name in names]
 
 
+def _never(*of: object) -> bool:
+    return False
+
+
+def _a_fifth(*, on_cpu: bool) -> float:
+    return 0.2
+
+
 _FUSED, _PACKING = "engines.torch_engine.fused", "engines.torch_engine.packing"
 _LOGPROB = "training.token_logprob"
 SWITCHES = (
     Switch("prompts shared wherever that saves tokens (S1)",
-           [(_PACKING, "least_shared", lambda on_cpu: 0.2),
+           [(_PACKING, "least_shared", _a_fifth),
             ("engines.torch_engine.network", "LeanNetwork.shares_prompts", False)]),
     Switch("norms by torch's kernels (S2)",
-           [(_FUSED, "has_kernels", lambda x: False), *_compiled(_FUSED, "_sum_norm")]),
+           [(_FUSED, "has_kernels", _never), *_compiled(_FUSED, "_sum_norm")]),
     Switch("log-probabilities in one pass (S3)", _compiled(_LOGPROB, "_sums", "_change")),
     Switch("SwiGLU, rotation and sums with norms compiled (S4)",
            _compiled(_FUSED, "_sum_norm", "_before_sum_norm", "_turned", "_turned_back",
@@ -98,7 +106,7 @@ SWITCHES = (
            [("", "_micro_batch_tokens", 4096), ("", "_trainer._micro_batch_tokens", 4096)]),
     Switch("gradients added in float32 by the product (S5)",
            [("training.weight_gradients", "AddedGradients.devices", frozenset[str]())]),
-    Switch("kept logits (S6)", [(_LOGPROB, "keeps_logits", lambda *sizes: False)]),
+    Switch("kept logits (S6)", [(_LOGPROB, "keeps_logits", _never)]),
 )  # fmt: skip
 """Of training."""
 DECODING = (

@@ -143,6 +143,10 @@ def test_an_engine_knows_its_families() -> None:
     assert ENGINES["megatron"].why_not(Layout(dp=4, ep=2), "train") is None
     fsdp = ENGINES["fsdp"]
     assert fsdp.why_not(Layout(dp=2, zero=3), "train", mistral) is None
+    assert fsdp.why_not(Layout(dp=4, zero=3), "train", mixture) is None
+    assert fsdp.why_not(Layout(dp=8, zero=3), "train", mixture) == (
+        "FSDP divides 4 experts among at most as many processes"
+    )
     assert fsdp.why_not(Layout(tp=2), "train", mistral) == (
         "FSDP has tensor parallelism for llama, qwen2, qwen3, not for 'mistral'"
     )

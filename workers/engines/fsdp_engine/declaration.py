@@ -46,6 +46,8 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
         return "FSDP does not divide a mixture's experts"
     if layout.sequence_parallel:
         return "FSDP does not cut activations between tensor-parallel regions"
+    if shape is not None and 0 < shape.num_experts < _shards(layout):
+        return f"FSDP divides {shape.num_experts} experts among at most as many processes"
     if shape is not None and layout.cp > 1 and not _divides(shape):
         return f"FSDP has context parallelism for {_FAMILIES}, not for '{shape.family}'"
     if shape is not None and layout.tp > 1:

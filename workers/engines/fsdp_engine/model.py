@@ -111,7 +111,14 @@ def build_model(
 ) -> FsdpModel:
     model = _skeleton(spec, head, lora, cut=mesh.context is not None)
     tensor = 1 if mesh.tensor is None else mesh.tensor_size
-    check_divided(spec, lora, model.known, tensor=tensor, cut=mesh.context is not None)
+    check_divided(
+        spec,
+        lora,
+        model.known,
+        shards=mesh.shards.num_ranks,
+        tensor=tensor,
+        cut=mesh.context is not None,
+    )
     if mesh.tensor is not None:
         _divide_products(model, mesh)
     model.apart = model.known and not head.is_scalar and mesh.tensor is None
@@ -165,9 +172,19 @@ def _no_storage() -> Generator[None]:
         handle.remove()
 
 
-def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, cut: bool) -> None:
+def check_divided(
+    spec: ModelSpec, lora: LoraSpec, known: bool, *, shards: int, tensor: int, cut: bool
+) -> None:
     """Refuse a model that cannot be divided as asked, without building anything of it."""
     config = spec.config
+    names = ("num_local_experts", "num_experts")
+    experts = next((found for name in names if (found := getattr(config, name, 0))), 0)
+    if 0 < experts < shards:  # a row of their weights is an expert: others would hold nothing
+        raise ConfigError(
+            f"engine=fsdp divides the {experts} experts of this '{config.model_type}' among at "
+            f"most as many processes, and {shards} share its model\n    have fewer processes share "
+            "it: set executor.tensor_parallel, or a plan's dp under zero=2 and 3"
+        )
     if cut and not known:
         raise ConfigError(
             f"engine=fsdp has context parallelism for {', '.join(DIVIDED_FAMILIES)}, where every "

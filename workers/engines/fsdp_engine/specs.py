@@ -47,6 +47,7 @@ class FsdpOptions:
             self.model,
             self.lora,
             self.model.config.model_type in DIVIDED_FAMILIES,
+            shards=shards,
             tensor=size // shards,
             cut=self.context_parallel > 1,
         )

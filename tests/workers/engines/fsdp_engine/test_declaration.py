@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.workers.engines.fsdp_engine.declaration import FSDP
 from penstock.workers.engines.fsdp_engine.mesh import check_division
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
+from penstock.workers.models.spec import ModelSpec
 from torch import Tensor
 
 MODEL = ModelShape(
@@ -108,6 +111,20 @@ def test_processes_that_cannot_be_divided_so(
 
 def test_processes_that_can_be_divided_so() -> None:
     check_division(WorkerContext("actor", tensor_parallel=4), 4, 2)
+
+
+def test_more_processes_than_experts_are_refused_as_some_would_hold_nothing() -> None:
+    architecture: dict[str, Any] = {
+        "model_type": "mixtral",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    }
+    spec = FsdpPolicySpec(model=ModelSpec(architecture=architecture), end_ids=(1,))
+    spec.check_group(WorkerContext("actor", tensor_parallel=4))
+    with pytest.raises(ConfigError, match="divides the 4 experts of this 'mixtral' among at most"):
+        spec.check_group(WorkerContext("actor", tensor_parallel=8))
 
 
 # --- a 7B at 16k tokens on devices of 80 GB

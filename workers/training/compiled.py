@@ -43,6 +43,7 @@ class Compiled:
     ) -> None:
         self.function, self._rows, self._plain = function, rows, plain or function
         self._compiled: Callable[..., Any] | None = None
+        self._layouts: set[object] = set()  # for which it has been called
 
     def __call__(self, *inputs: Any) -> Any:
         with torch.no_grad():  # in every call: torch compiles again for another mode
@@ -69,7 +70,16 @@ class Compiled:
         for place in self._rows:
             if place < len(inputs):
                 dynamo.maybe_mark_dynamic(inputs[place], 0)
-        return self._compiled(*inputs)
+        layout = tuple(
+            (one.dtype, one.shape[1:]) if isinstance(one, Tensor) else one for one in inputs
+        )
+        if layout in self._layouts:
+            return self._compiled(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's advice
+            found = self._compiled(*inputs)
+        self._layouts.add(layout)
+        return found
 
 
 @cache

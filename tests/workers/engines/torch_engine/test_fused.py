@@ -10,8 +10,10 @@ import transformers
 from kernel_reference import use_functions
 from penstock.workers.engines.torch_engine.backbone import LeanBackbone, LowRank, fused_names
 from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
+from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.flat_parameters import FlatParameters
 from penstock.workers.training.token_logprob import token_logprob
+from penstock.workers.training.weight_gradients import AddedGradients
 from torch import Tensor
 
 WORDS = 211
@@ -32,7 +34,7 @@ def _model(family: str, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def _pack() -> tuple[Pack, Tensor]:
+def _pack(device: str) -> tuple[Pack, Tensor]:
     """Two prompts of three answers each, one of them shorter, and what follows each read token."""
     random = torch.Generator().manual_seed(3)
     tokens = torch.randint(WORDS, (6, 40), generator=random)
@@ -42,32 +44,38 @@ def _pack() -> tuple[Pack, Tensor]:
     reads = torch.zeros(6, 40, dtype=torch.bool)
     reads[:3, 11:39], reads[3:, 19:39], reads[2, 29:] = True, True, False
     row, column = reads.nonzero(as_tuple=True)
-    return pack_rows(tokens, reads, torch.tensor([12] * 3 + [20] * 3)), tokens[row, column + 1]
+    shared = torch.tensor([12] * 3 + [20] * 3)
+    return pack_rows(tokens.to(device), reads, shared), tokens[row, column + 1].to(device)
 
 
 def _outcome(
-    family: str, dtype: torch.dtype, *, again: bool = False, adapted: bool = False
+    family: str,
+    dtype: torch.dtype,
+    *,
+    again: bool = False,
+    adapted: bool = False,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities, and the gradient of all weights."""
-    model = _model(family, dtype)
+    model = _model(family, dtype).to(device)
     flat = FlatParameters(model, fused_names(model.model, "model."))
     backbone = LeanBackbone(model.model, flat, "model.")
     backbone.checkpointing = again
     if adapted:
         for layer in backbone.layers:
-            down = torch.full((2, 112), 0.01)
-            found = (LowRank(down, torch.full((64, 2), 0.02), 1.0),)
+            down = torch.full((2, 112), 0.01, device=device)
+            found = (LowRank(down, torch.full((64, 2), 0.02, device=device), 1.0),)
             object.__setattr__(layer.down, "adapters", found)
     grad = flat.enable_gradients()
-    pack, target = _pack()
+    pack, target = _pack(device)
     head = model.get_output_embeddings().weight
     logprob, entropy = token_logprob(
         backbone.states(pack), head, None, target, pack.entry, 0.7, needs_entropy=True
     )
     assert entropy is not None
-    factor = torch.randn(len(target), generator=torch.Generator().manual_seed(5))
+    factor = torch.randn(len(target), generator=torch.Generator().manual_seed(5)).to(device)
     ((logprob * factor).sum() + 0.01 * entropy.sum()).backward()
-    return logprob.detach(), grad
+    return logprob.detach().cpu(), grad.cpu()
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -99,3 +107,22 @@ def test_in_float32_a_device_computes_what_a_cpu_does(
     fused = _outcome(family, torch.float32, again=again, adapted=adapted)
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-5, atol=1e-5)
     assert _distance(fused[1], plain[1]) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["alone", "adapted"])
+def test_on_a_gpu_what_is_compiled_is_what_is_not(
+    family: str, again: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning would say that something could not be compiled."""
+    kind: Any = {"again": again, "adapted": adapted}
+    exact = _outcome(family, torch.float32, **kind)
+    compiled = _outcome(family, torch.bfloat16, device="cuda", **kind)
+    monkeypatch.setattr(Compiled, "plainly", True)
+    monkeypatch.setattr(AddedGradients, "devices", frozenset[str]())
+    plain = _outcome(family, torch.bfloat16, device="cuda", **kind)
+    assert _distance(compiled[0], plain[0]) < 1e-3
+    assert _distance(compiled[1], exact[1]) <= _distance(plain[1], exact[1]) * 1.2
+    assert _distance(compiled[1], plain[1]) < 0.015

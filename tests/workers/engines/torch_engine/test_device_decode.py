@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fake_device import CountedOps, fake_batch
 from in_flight_streams import alone, check_parted, check_versions, streamed
+from inductor_kernels import kernels_of
 from kernel_reference import use_functions
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
-from penstock.workers.engines.torch_engine import backbone, device_decode, generator
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine import backbone, device_decode, fused, generator, varlen
 from penstock.workers.engines.torch_engine.attention import attend_cache
 from penstock.workers.engines.torch_engine.decode import decode
 from penstock.workers.engines.torch_engine.device_decode import (
@@ -30,13 +34,17 @@ from penstock.workers.engines.torch_engine.device_decode import (
     span_bucket,
 )
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.torch_engine.varlen import UsedPositions, attend_used
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.rollout import sampling as sampling_of_tokens
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
+from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.host_memory import HostCopy
 from torch import Tensor
-from torch_models import EOS, TOKENIZER, VOCAB, make_policy, make_prompts
+from torch_models import BASE, EOS, TOKENIZER, VOCAB, make_policy, make_prompts
 from varlen_reference import use_reference
 
 FILTERS: dict[str, Any] = {
@@ -291,7 +299,7 @@ _A_LAYER, _BESIDES, _FILTERS = 60, 63, 263
 once, most of which are 30 halvings for the nucleus. A norm is six here, and one if it is fused."""
 VIEWS = {
     *("detach", "device", "select", "slice", "split", "split_with_sizes", "t", "transpose"),
-    *("unsqueeze", "view", "_unsafe_view"),
+    *("unsqueeze", "view", "_unsafe_view", "as_strided", "unbind"),
 }
 
 
@@ -309,6 +317,63 @@ def test_a_token_needs_no_look_and_a_bounded_number_of_operations(
     launched = sum(n for name, n in ops.counts.items() if name not in VIEWS)
     assert launched <= _A_LAYER * num_layers + _BESIDES + more
     assert not {"_local_scalar_dense", "nonzero"} & ops.counts.keys()
+
+
+KERNELS = {"_sum_norm_at_once": 1, "_rotated_into_at_once": 2, "_product_at_once": 1}
+"""Of functions that are compiled."""
+_MOST_OF_A_LAYER = 12
+
+
+def launches(num_layers: int) -> int:
+    """Kernels of a token on a CUDA device with Triton; attention is a kernel, and one for parts."""
+    fields: dict[str, Any] = {**BASE, "model_type": "qwen2", "hidden_size": 64}
+    model = ModelSpec(architecture={**fields, "num_hidden_layers": num_layers}, dtype="bfloat16")
+    policy: Any = TorchPolicySpec(model=model, end_ids=(EOS,)).build(WorkerContext("actor"))
+    ops = CountedOps()
+
+    def call(self: Compiled, *inputs: Any) -> Any:
+        before = ops.counts.copy()
+        made = self.function(*inputs)
+        ops.counts = before + Counter({"compiled": KERNELS[self.function.__name__]})
+        return made
+
+    with (
+        mock.patch.object(Compiled, "__call__", call),
+        mock.patch.object(varlen, "most_head_size", return_value=256),
+        fake_batch(policy.network, Sampling(), num_rows=32, positions=128) as batch,
+        ops,
+    ):
+        batch.sample_next(128)
+    assert ops.counts["_flash_attention_forward"] == num_layers
+    launched = sum(n for name, n in ops.counts.items() if name not in VIEWS)
+    return launched + num_layers
+
+
+def test_a_layer_of_a_token_is_few_kernels():
+    assert launches(4) - launches(2) <= 2 * _MOST_OF_A_LAYER
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+def test_functions_are_compiled_into_few_kernels():
+    """Of a layer of a 1.5B; and those that sample read logits twice."""
+    rows, size, b16 = 64, 128, torch.bfloat16
+    vectors: list[Any] = [((rows, heads, size), b16) for heads in (12, 2, 2)]
+    tables, flat = [((rows, 1, size // 2), b16)] * 2, ((rows * 2 * 576, size), b16)
+    states = ((rows, 1536), b16)
+    inputs: dict[Any, list[Any]] = {
+        fused._rotated_into_at_once: [*vectors, *tables, flat, flat, ((rows, 2), torch.int64)],  # pyright: ignore[reportPrivateUsage]
+        partial(fused._sum_norm_at_once, eps=1e-6): [states, states, ((1536,), b16)],  # pyright: ignore[reportPrivateUsage]
+        fused._product_at_once: [((rows, 2 * 8960), b16)],  # pyright: ignore[reportPrivateUsage]
+    }
+    for function, given in inputs.items():
+        name = getattr(function, "func", function).__name__
+        assert kernels_of(function, *given)[0] == KERNELS[name]
+    num_logits = rows * 151_936
+    given = [((rows, 151_936), b16), ((), torch.float32)]
+    kernels, num_bytes = kernels_of(sampling_of_tokens._sums_of_blocks, *given)  # pyright: ignore[reportPrivateUsage]
+    assert kernels <= 3
+    assert num_bytes <= 4.2 * num_logits
 
 
 def test_a_look_would_be_noticed():
@@ -362,8 +427,6 @@ def test_spans_are_few_and_a_quarter_too_large_at_most():
 
 
 def cuda_network(name: str, dtype: str) -> Any:
-    from penstock.dataflow.runtime.worker_protocol import WorkerContext
-
     context = WorkerContext("actor", seed=7, device="cuda")
     policy: Any = make_policy(name, dtype=dtype, context=context)
     return policy.network
@@ -471,8 +534,6 @@ def test_the_kernel_attends_to_used_positions_alone(heads: int):
 
 @pytest.mark.gpu
 def test_weights_written_in_place_are_used_by_graphs():
-    from penstock.dataflow.runtime.worker_protocol import WorkerContext
-
     policy: Any = make_policy("qwen3", context=WorkerContext("actor", seed=7, device="cuda"))
     sampling, prompts = Sampling(num_samples=3, max_new_tokens=40), make_prompts(4)
     first = {n: t.clone() for n, t in policy.export_weights().items()}

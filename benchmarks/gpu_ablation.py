@@ -82,7 +82,7 @@ def _compiled(module: str, *names: str) -> list[tuple[str, str, Any]]:
     return [(module, f"{name}.compiled", _PLAIN) for name in names]
 
 
-def _never(*of: object) -> bool:
+def _never(*of: object, **others: object) -> bool:
     return False
 
 
@@ -113,7 +113,7 @@ DECODING = (
     Switch("attention over used positions (D1)",
            [("engines.torch_engine.device_decode", "DeviceBatch.flash", False)]),
     Switch("steps and sampling compiled (D3, D4)",
-           [*_compiled(_FUSED, "_sum_norm", "_turned", "_product"),
+           [*_compiled(_FUSED, "_sum_norm", "_turned", "_rotated_into", "_product"),
             *_compiled("rollout.sampling", "_block_sums")]),
 )  # fmt: skip
 _ALL = Switch("all of them", [one for switch in SWITCHES for one in switch.off])
@@ -138,7 +138,7 @@ def ablation(bench: Bench) -> Iterator[Figure]:
 
 def _trained(bench: Bench, name: str) -> Iterator[Figure]:
     sizes, meter = bench.sizes, bench.meter
-    policy = bench.policy(name, lr=0.0)
+    policy = bench.policy(name, lr=0.0, micro_batch_tokens=16_384)
     timed = mfu(bench, policy, name, f"train MFU with all switches on, {name}", None)
     yield timed
     batch = batch_of(sizes, sizes.prompts)

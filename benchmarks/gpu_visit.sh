@@ -79,7 +79,7 @@ tests() { # tests LIMIT: of their files alone, as to collect all takes long, and
 case $call in
 1)
     stages 60 inventory
-    stages 150 ablation
+    stages 180 ablation
     stages 110 decode
     tests 150
     ;;

@@ -119,7 +119,7 @@ def test_a_warm_up_has_one_length() -> None:
         OptimizerSpec(warmup_ratio=0.1, warmup_calls=3)
 
 
-def _stepped(optimizer: AdamW, grad: torch.Tensor) -> float:
+def _first_step(optimizer: AdamW, grad: torch.Tensor) -> float:
     """The norm of a first step, which makes the buffers that were foretold."""
     foretold = optimizer.num_bytes
     norm = optimizer.step(grad, 0.0)
@@ -132,7 +132,7 @@ def _norm_by(engine: str, grad: torch.Tensor) -> float:
     spec = OptimizerSpec(max_grad_norm=0)
     data, alone = torch.zeros(len(grad)), RankGroup(0, 1, torch.device("cpu"))
     if engine == "torch":
-        return _stepped(AdamW(data, spec), grad)
+        return _first_step(AdamW(data, spec), grad)
     spans = [(0, 70_000), (70_016, len(grad))]  # a gap, as between aligned parameters
     in_memory: Any = dist
     dist.init_process_group("gloo", store=in_memory.HashStore(), rank=0, world_size=1)
@@ -141,7 +141,7 @@ def _norm_by(engine: str, grad: torch.Tensor) -> float:
             optimizer = FsdpAdamW(
                 lambda buffer: {"w": data if buffer is None else buffer}, spec, alone, spans
             )
-            return _stepped(optimizer, grad)
+            return _first_step(optimizer, grad)
         half = len(grad) // 2
         parts = [
             SharedAdamW(data[a:b], spec, alone, counted=own, model_groups=[None], shared=True)
@@ -150,7 +150,7 @@ def _norm_by(engine: str, grad: torch.Tensor) -> float:
                 (half, len(grad), [(0, len(grad) - half)]),
             )
         ]
-        return _stepped(JoinedAdamW(data, spec, parts, [half, len(grad) - half]), grad)
+        return _first_step(JoinedAdamW(data, spec, parts, [half, len(grad) - half]), grad)
     finally:
         dist.destroy_process_group()
 

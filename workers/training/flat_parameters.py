@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
+from .host_memory import copy_in
 from .weight_checks import not_mapped
 from .weight_gradients import AddedGradients
 
@@ -164,8 +165,7 @@ class FlatParameters:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by others of the same names and shapes."""
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                self.view(self.data, name).copy_(tensor)
+            copy_in((self.view(self.data, name), tensor) for name, tensor in tensors.items())
 
 
 def _hand_over(total: Tensor, leaf: Tensor) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -34,7 +35,7 @@ class HostRoom:
     """
 
     def __init__(self, piece_bytes: int = 64 << 20, *, pinned: bool = True) -> None:
-        self._piece_bytes, self._pinned = piece_bytes, pinned
+        self.piece_bytes, self._pinned = piece_bytes, pinned
         self._free: list[Tensor] = []
         self.num_bytes = 0  # Of all pieces, in use or not
         self._ahead_bytes = 0  # Up to which the thread makes pieces
@@ -46,7 +47,7 @@ class HostRoom:
         Raises:
             WorkerError: If the host has no room for them, as `take` does.
         """
-        more = -(-num_bytes // self._piece_bytes) * self._piece_bytes
+        more = -(-num_bytes // self.piece_bytes) * self.piece_bytes
         self._check(more)
         self._ahead_bytes = max(self._ahead_bytes, self.num_bytes) + more
         thread = threading.Thread(target=self._make, daemon=True)
@@ -59,8 +60,8 @@ class HostRoom:
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, u8 each, of that many bytes or more; not handed out again until `give_back`."""
-        number = -(-num_bytes // self._piece_bytes)
-        self._check((number - len(self._free)) * self._piece_bytes)
+        number = -(-num_bytes // self.piece_bytes)
+        self._check((number - len(self._free)) * self.piece_bytes)
         found: list[Tensor] = []
         while len(found) < number:
             try:
@@ -71,8 +72,8 @@ class HostRoom:
 
     def _new(self) -> Tensor:
         with self._lock:
-            self.num_bytes += self._piece_bytes
-        return torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self.num_bytes += self.piece_bytes
+        return torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _check(self, more: int) -> None:
         memory = psutil.virtual_memory()
@@ -174,6 +175,38 @@ class HostCopy:
 def dropped(tensors: Collection[Tensor]) -> HostCopy:
     """Give up the memory of tensors that will be written before they are read again."""
     return HostCopy(tensors, next(iter(tensors)).device.type, void=tensors)
+
+
+def copy_in(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    device: str = "cuda",
+    room: HostRoom | None = None,
+    mark: Callable[[], Any] = lambda: torch.cuda.current_stream().record_event(),
+) -> None:
+    """Write the second of each pair into the first, `place.copy_(data)`.
+
+    What comes to a GPU from host memory that is not pinned goes through two pinned pieces, one of
+    which is filled while the other is sent: several times as fast.
+    """
+    room, pieces, sent_off = room or _PINNED, list[Tensor](), deque[Any]()
+    for place, data in pairs:
+        fits = place.is_contiguous() and data.is_contiguous() and place.dtype == data.dtype
+        if place.device.type != device or data.device.type != "cpu" or not (fits and data.numel()):
+            place.copy_(data)
+            continue
+        pieces = pieces or room.take(2 * room.piece_bytes)
+        there, here = (x.reshape(-1).view(torch.uint8) for x in (place, data))
+        parts = (x.split(room.piece_bytes) for x in (there, here))
+        for to, part in zip(*parts, strict=True):
+            if len(sent_off) == 2:
+                sent_off.popleft().synchronize()
+            pieces.reverse()
+            staged = pieces[0][: len(part)].copy_(part)
+            to.copy_(staged, non_blocking=True)
+            sent_off.append(mark())
+    for event in sent_off:
+        event.synchronize()  # before others write to the pieces
+    room.give_back(pieces)
 
 
 def cut_pieces(pieces: Sequence[Tensor], sizes: Iterable[int]) -> Iterator[list[Tensor]]:

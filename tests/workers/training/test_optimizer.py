@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_device import CountedOps
 from penstock.workers.engines.fsdp_engine.network import FsdpAdamW
 from penstock.workers.training import optimizer as adamw
 from penstock.workers.training.data_parallel import RankGroup
@@ -19,6 +20,7 @@ from penstock.workers.training.optimizer import (
     SharedAdamW,
     optimizer_buffers,
     square_sum,
+    update_each,
     update_weights,
 )
 from torch import nn
@@ -261,6 +263,28 @@ def test_the_fused_kernel_of_gpus_takes_the_same_step(
     one = 1e-6 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(ours, fused, rtol=0, atol=one)
     assert not torch.equal(ours, torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_many_tensors_are_stepped_at_once_on_a_device(dtype: torch.dtype, clipped: bool) -> None:
+    """As each alone, in as many operations as one of them takes."""
+    random, spec = torch.Generator().manual_seed(0), OptimizerSpec(weight_decay=0.1)
+    clip = (torch.tensor(3.0), torch.tensor(0.0)) if clipped else None
+    kept: list[list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]] = [[], []]
+    for shape in ((3, 5), (7,), (1, 4)):
+        data, grad = (torch.randn(shape, generator=random) for _ in range(2))
+        for parts in kept:
+            own = data.to(dtype).clone()
+            parts.append((own, grad.clone(), optimizer_buffers(own)))
+    with CountedOps() as seen:
+        update_each(kept[0], spec, 1e-2, 1, clip)
+    assert seen.counts["_fused_adamw_"] == clipped
+    assert seen.counts["_foreach_copy_"] == (clipped and dtype == torch.bfloat16)
+    for (data, _, buffers), (other, grad, others) in zip(*kept, strict=True):
+        update_weights(other, grad, others, spec, 1e-2, 1, clip)
+        assert torch.equal(data, other)
+        assert all(torch.equal(buffer, others[kind]) for kind, buffer in buffers.items())
 
 
 def test_a_fused_step_makes_nothing_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
 from ...training.data_parallel import RankGroup, sum_over
 from ...training.network import M, MicroBatches, Outputs, R
-from ...training.optimizer import AdamW, OptimizerSpec, square_sum, state_bytes, update_weights
+from ...training.optimizer import AdamW, OptimizerSpec, square_sum, state_bytes, update_each
 from ...training.token_logprob import known_words, token_logprob, top_words
 from ..divided_network import DividedNetwork, divided_sharding, held_box, sum_parts
 from .mesh import CutOutputs, FsdpMesh
@@ -53,14 +53,16 @@ class FsdpAdamW(AdamW):
     def _update(self, own: Tensor, lr: float) -> None:
         grads = self._views(own)
         state = {kind: self._views(buffer) for kind, buffer in self._allocated().items()}
+        parts: list[tuple[Tensor, Tensor, Mapping[str, Tensor]]] = []
         end = 0
         for name, weight in self._views(None).items():
             begin, end = end, end + weight.numel()
-            if any(start <= begin and end <= stop for start, stop in self._frozen):
+            if begin == end or any(a <= begin and end <= b for a, b in self._frozen):
                 continue  # a parameter is frozen whole
             mine = {kind: views[name] for kind, views in state.items()}
-            step = (self._spec, lr, self.steps, self._clip)
-            update_weights(weight, grads[name], mine, *step)
+            parts.append((weight, grads[name], mine))
+        if parts:  # a shard may have none
+            update_each(parts, self._spec, lr, self.steps, self._clip)
 
     @property
     def num_bytes(self) -> int:

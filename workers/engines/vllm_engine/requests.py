@@ -163,7 +163,9 @@ def _sampling_params(sampling: Sampling, end_ids: Sequence[int]) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
-        logprobs=0,  # of the sampled token alone
+        # Of the sampled token alone. Not flat: of 512 rows vLLM then takes 25 ms, not 8, to cut out
+        # what is new.
+        logprobs=0,
         ignore_eos=True,  # the model's own; the caller's ends a response
         stop_token_ids=[*end_ids, *sampling.stop_token_ids],
         detokenize=False,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.dataflow.runtime.call_context import CallKey
+from penstock.dataflow.runtime.call_context import CallKey, call_version
 from penstock.workers.engines.vllm_engine.generator import as_columns, as_requests
-from penstock.workers.engines.vllm_engine.requests import Progress, Request, Sampled
+from penstock.workers.engines.vllm_engine.requests import Progress, Request, RequestBatch, Sampled
 from penstock.workers.rollout.generation_engine import BegunRows
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
@@ -88,3 +92,30 @@ def test_columns_are_in_the_order_of_rows():
     greedy = as_columns(progress, Sampling(temperature=0, max_new_tokens=2))
     assert not greedy.responses.logprob.any()
     assert as_columns(Progress({}, 5), SAMPLING).responses.token.shape == (0, 6)
+
+
+def test_hundreds_of_rows_cost_a_step_little_of_a_gpus_time() -> None:
+    """Ours is about 1 ms of a step of 512 rows on a slow core, where a 1.5B computes for 6."""
+    num_rows, num_steps = 512, 20
+    one = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-0.5)}])
+    outputs = [
+        SimpleNamespace(
+            request_id=f"1/{row}",
+            outputs=[SimpleNamespace(**vars(one), finish_reason=None)],
+            num_cached_tokens=0,
+            finished=False,
+        )
+        for row in range(num_rows)
+    ]
+    engine: Any = SimpleNamespace(step=lambda: outputs)
+    batch = RequestBatch.__new__(RequestBatch)
+    sampled = {row: Sampled() for row in range(num_rows)}
+    names = {f"1/{row}": row for row in range(num_rows)}
+    vars(batch).update(_engine=engine, _open=names, _sampled=sampled, _completes=None)
+    vars(batch).update(_version=call_version(), _older=[])
+    begin_s = time.process_time()
+    for _ in range(num_steps):
+        assert batch.step() == {}
+    assert time.process_time() - begin_s < 0.010 * num_steps
+    assert all(row.tokens == [7] * num_steps for row in sampled.values())
+    assert batch.at_least == num_steps

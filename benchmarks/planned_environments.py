@@ -1,9 +1,10 @@
-"""The automatic plan of environments against every placement of a grid, and against one rank.
+"""The automatic plan of environments, and of a slow verifier, against every placement of a grid.
 
 Each task is measured by `penstock profile`'s own function, then run for some steps under every
 placement of a grid that is listed here, under the automatic plan and under the default, everything
 on one rank: in turn, several rounds of it. For each placement the predicted seconds of a step stand
-beside the measured ones. Placements that promise the same weights must end with the same.
+beside the measured ones. Placements that promise the same weights must end with the same. The sixth
+task is a GRPO step whose verifier runs programs in the sandbox: its model is measured as well.
 
 It wants an idle machine and takes up to fifteen minutes. With `--state FILE` it goes on where it
 was interrupted. `--tiny` runs a part of the grid in one process, in seconds, to try the script.
@@ -15,19 +16,27 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench import parser, report, table
+from penstock.configs.schema import ProfileConfig, WorkloadConfig
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import Run, executor_kind, resolved
 from penstock.launch.placement.acting import acting_plan
-from penstock.launch.placement.machine import analytic_cpus
+from penstock.launch.placement.machine import PlannedMachine, analytic_cpus, planned_machine
+from penstock.launch.placement.models import PlanInputs, with_models
+from penstock.launch.profile.profile import profile as profile_machine
 from penstock.launch.profile.task import profile_task, run_steps, task_profile_text
+from penstock.launch.stages.prepare import prepare
+from penstock.planner.inputs.cluster import part
 from penstock.planner.inputs.task_profile import ActingPins, Inference, TaskProfile
 from penstock.planner.plan.plan import Plan, one_group_plan
+from penstock.planner.plan.planner import plan_step
+from penstock.planner.search.pins import Pins
 
 ROUNDS = 3
 STEPS = 12
@@ -35,13 +44,21 @@ STEPS = 12
 PPO = ("algorithm=env_ppo", "algorithm.per_step.rows=8", "algorithm.cfg.horizon=32")
 PLAY = ("algorithm=self_play", "algorithm.per_step.rows=32")
 TIMED = ("task=gymnasium", "task.id=timed_env:TimedCartPole-v0")
+VERIFIED = "GRPO with a slow verifier"
 TASKS = {
     "fast numpy": (*PPO, "task=cartpole"),
     "0.5 ms a step": (*PPO, *TIMED, "task.options={step_s: 5.0e-4, computes: true}"),
     "5 ms sleeping": (*PPO, *TIMED, "task.options={step_s: 5.0e-3, computes: false}"),
     "EnvPool game": (*PLAY, "task=envpool_game", "task.id=ConnectFour-v1"),
     "self-play": (*PLAY, "task=connect_four"),
+    VERIFIED: (
+        *("algorithm=grpo", "task=chain_sum", "model=tiny"),
+        "algorithm.roles.actor.start=model",
+        *("algorithm.per_step.prompts=4", "algorithm.cfg.sampling.num_samples=4"),
+        "algorithm.roles.reward.options={verifier: 'timed_verifier:verify'}",
+    ),
 }
+CALL_GROUPS = ("actor", "actor.generate", "reward.score")
 INFERENCE: tuple[Inference, ...] = ("inline", "copied", "served")
 
 
@@ -72,13 +89,78 @@ def grid(*, overlaps: bool) -> list[Placement]:
     ]
 
 
+@dataclass(frozen=True)
+class Verifying:
+    """A placement of the verifier's grid."""
+
+    apart: tuple[str, ...]  # call groups that share no group with what is not among them
+    num_devices: int
+    num_processes: int
+
+    def __str__(self) -> str:
+        which = f"{' and '.join(self.apart)} apart" if self.apart else f"all on {self.num_devices}"
+        return f"{which}, {self.num_processes} processes"
+
+
+def verifying_grid() -> list[Verifying]:
+    """Everything on 1 or 2 ranks, sampling or verifying on a rank of its own; 1 to 4 processes."""
+    ways = [((), 1), ((), 2), (("actor.generate",), 2), (("reward.score",), 2)]
+    return [Verifying(apart, size, n) for apart, size in ways for n in (1, 2, 4)]
+
+
+def verifying_plans(
+    run: Run, profile: TaskProfile, calibration: str, folder: Path
+) -> dict[str, Plan]:
+    """Plans of the grid, and the one that `placement=auto` makes."""
+    files = {"calibration": folder / "calibration.json", "task_profile": folder / "profile.json"}
+    files["calibration"].write_text(calibration)
+    files["task_profile"].write_text(profile.model_dump_json())
+    run = with_models(run.having(**{key: str(file) for key, file in files.items()}))
+    machine, inputs = planned_machine(run), PlanInputs(run)
+    assert isinstance(machine, PlannedMachine)
+    models, (engines, others) = inputs.models({}), run.engines.planned()
+    found: dict[str, Plan] = {}
+    for one in verifying_grid():
+        rest = tuple(name for name in CALL_GROUPS if name not in one.apart)
+        made = plan_step(
+            inputs.graph,
+            models,
+            part(machine.cluster, one.num_devices),
+            inputs.workload(WorkloadConfig()),
+            max_lag=0,
+            constants=machine.constants(models),
+            engines=engines,
+            others=others,
+            pins=Pins(
+                together=(rest,),
+                apart=tuple((name, rest[0]) for name in one.apart),
+                num_processes={"reward": one.num_processes},
+            ),
+            task=profile,
+        )
+        found[str(one)] = made.model_copy(update={"cluster": machine.cluster})
+    found["automatic"] = prepare(run).placed
+    return found
+
+
 def run_of(task: str, *, tiny: bool) -> Run:
     """The run of a task, on Ray unless `tiny`."""
-    words = [*TASKS[task], "model=mlp", "tracker=none", "task.group_size=auto"]
+    words = [*TASKS[task], "tracker=none"]
+    words += [] if task == VERIFIED else ["model=mlp", "task.group_size=auto"]
     words += ["executor=in_process" if tiny else "executor=ray", "evaluation.num_episodes=0"]
     composed = compose("run", words)
     composed.pop("resume")
     return resolved(composed)
+
+
+def acting_plans(run: Run, profile: TaskProfile, *, tiny: bool) -> dict[str, Plan]:
+    """Plans of the grid, and the automatic one."""
+    cluster, places = analytic_cpus(), grid(overlaps=profile.overlaps)
+    if tiny:
+        places = [one for one in places if one.inference == "inline" and one.num_ranks == 1]
+    pinned = {str(one): ActingPins(**asdict(one)) for one in places}
+    pinned["automatic"] = ActingPins(inference="inline", num_ranks=1) if tiny else ActingPins()
+    return {name: acting_plan(run, profile, cluster, pins=own) for name, own in pinned.items()}
 
 
 def compared(
@@ -91,16 +173,15 @@ def compared(
         save()
     profile = TaskProfile.model_validate_json(json.dumps(own["profile"]))
     print(f"\n{task}\n{task_profile_text(profile)}")
-    cluster = analytic_cpus()
-    places = grid(overlaps=profile.overlaps)
-    if tiny:
-        places = [one for one in places if one.inference == "inline" and one.num_ranks == 1]
-    plans = {
-        str(one): acting_plan(run, profile, cluster, pins=ActingPins(**asdict(one)))
-        for one in places
-    }
-    pins = ActingPins(inference="inline", num_ranks=1) if tiny else ActingPins()
-    plans["automatic"] = acting_plan(run, profile, cluster, pins=pins)
+    if task == VERIFIED:
+        if "calibration" not in own:
+            section = ProfileConfig(widths=[128], dtypes=["float32"])
+            own["calibration"] = profile_machine(section).model_dump_json()
+            save()
+        with tempfile.TemporaryDirectory() as folder:
+            plans = verifying_plans(run, profile, own["calibration"], Path(folder))
+    else:
+        plans = acting_plans(run, profile, tiny=tiny)
     plans["one rank"] = one_group_plan()
     times: dict[str, list[float]] = own.setdefault("times", {name: [] for name in plans})
     weights: dict[str, str] = own.setdefault("weights", {})
@@ -129,14 +210,16 @@ def summary(
     # Groups of other sizes draw other episodes, and two ranks that train add in another order.
     same: dict[tuple[int | None, int], set[str]] = {}
     for name, plan in plans.items():
-        trainers = plan.group(plan.default_group or plan.groups[0].name).num_ranks
-        same.setdefault((plan.group_size, trainers), set()).add(weights[name])
-    same.pop((None, 1), None)
+        if name != "one rank" or task == VERIFIED:
+            home = plan.nodes.get("actor.train", plan.default_group or plan.groups[0].name)
+            key = plan.group_size, plan.group(home).num_ranks
+            same.setdefault(key, set()).add(weights[name])
     return {
         "task": task,
         "placements": rows,
         "best": best["placement"],
         "chosen": str(plans["automatic"].role_options) + f" {plans['automatic'].nodes}",
+        "ranks": {group.name: group.num_ranks for group in plans["automatic"].groups},
         "automatic_over_best": best["measured_s"] / seconds["automatic"],
         "automatic_over_one_rank": seconds["one rank"] / seconds["automatic"],
         "worst_error": max(abs(row["error"]) for row in in_grid),

@@ -401,9 +401,10 @@ class RunConfig(Section):
     """Result of `penstock profile` on this machine, for `placement: auto`; by default
     `calibration.json` in the folder of runs, if it is there."""
     task_profile: FileName | None = None
-    """Result of `penstock profile task=... algorithm=...` for this task, for `placement: auto` of a
-    step without a language model; by default `task_profile.json` in the folder of runs. Or the
-    folder of a run that was planned with one, for what it measured."""
+    """Result of `penstock profile task=... algorithm=...` for this task, for `placement: auto` of
+    what has no language model: acting in environments, or verifiers; by default
+    `task_profile.json` in the folder of runs. Or the folder of a run that was planned with one, for
+    what it measured."""
     schedule: Schedule = Schedule()
     """Distance by which generation may run ahead of training; see `schedule=`."""
     tracker: TrackerConfig = TrackerConfig()
@@ -544,6 +545,8 @@ class PinsConfig(Section):
     """Call group -> ids of its group's devices, as a list or as text: "0-7, 12"."""
     layouts: dict[str, dict[str, Any]] = Field(default_factory=dict[str, "dict[str, Any]"])
     """Node name -> sizes of its layout that are fixed: `actor.train: {tp: 8, pp: 1}`."""
+    num_processes: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """Role that verifies -> processes of each of its ranks."""
     acting: ActingPins = ActingPins()
     """Where acting in environments or games happens, of a step without a language model."""
 

@@ -1,7 +1,7 @@
 """Placing a step that acts in environments or games: its profile, and what a plan decides of it.
 
 Where an automatic plan is made without a language model, the costs are those that `penstock profile
-task=... algorithm=...` measured of the very same task.
+task=... algorithm=...` measured of the very same task. So are those of verifiers beside one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from ..run_dir.run_folder import RunFolder
 from .machine import node_seconds_of
 
 TASK_PROFILE = "task_profile.json"  # below the folder of runs: looked for if none is named
-_CHOSEN = ("group_size", "num_overlapped")  # what plans decide, so that no time depends on it
+# what plans decide, so that no time depends on it
+_CHOSEN = ("group_size", "num_overlapped", "num_processes")
+_SLOW = ("code", "math", "instructions", "judge", "mixture")  # rewards that may take long
 
 
 def acting_nodes(graph: Graph) -> list[Node]:
@@ -113,7 +115,21 @@ def task_profile(run: Run) -> TaskProfile | str:
         if given is not None:
             raise
         return str(error)
-    return found
+    verifiers = dict(found.verifiers)
+    for name, one in verifiers.items():
+        section = run.main.config.roles.get(name.partition(".")[0], RoleConfig())
+        number = {"num_processes": section.options.get("num_processes")}
+        verifiers[name] = one.model_copy(update=number)
+    return found.model_copy(update={"verifiers": verifiers})
+
+
+def verifier_costs(run: Run) -> tuple[TaskProfile | None, list[str]]:
+    """The profile of a run's verifiers; without one, notes on those that are counted as free."""
+    found = task_profile(run)
+    if not isinstance(found, str):
+        return found, []
+    slow = [role for role, x in run.main.config.roles.items() if x.worker in _SLOW]
+    return None, [f"'{role}' is counted as free: {found}" for role in slow]
 
 
 def _learned(path: Path, measure: str) -> TaskProfile:

@@ -295,7 +295,10 @@ def read_calibration(path: Path) -> Calibration:
     if measured is None:
         raise _unusable(path, "the run has not ended", "wait for it, or take another")
     constants, logs = prediction.constants, dict[CallKind, list[float]]()
+    verifiers = prediction.task.verifiers if prediction.task else {}
     for name, seconds in measured.items():
+        if name in verifiers:
+            continue  # a task's profile learns from them, not a machine's
         if predicted := prediction.durations_s.get(name):
             method = name.rpartition(".")[2].partition("#")[0]  # `actor.train#2` trains
             kind: CallKind = method if method == "train" or method == "generate" else "forward"

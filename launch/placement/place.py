@@ -23,6 +23,7 @@ from ...planner.inputs.calls import CALL_KINDS, Workload, calls_of
 from ...planner.inputs.cluster import ClusterSpec, halvings, part
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
+from ...planner.inputs.task_profile import TaskProfile
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...planner.report.plan_texts import cluster_text, placement_text
 from ...workers.engines.registry import ENGINES, trainers
@@ -34,7 +35,7 @@ from ..inputs.engines import Engines
 from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run, executor_kind
 from ..inputs.sizes import check_stage, train_items
-from .acting import acting_nodes, acting_plan, task_profile, with_group_size
+from .acting import acting_nodes, acting_plan, task_profile, verifier_costs, with_group_size
 from .machine import PlannedMachine, analytic_cpus, idle_gpus, planned_machine, threads_of
 from .models import PlanInputs
 
@@ -543,7 +544,8 @@ def choose(run: Run) -> Run:
     machine = planned_machine(run)
     if isinstance(machine, str):
         return _one_rank(run, machine)
-    plan = _best(run, models, workload, machine)
+    task, notes = verifier_costs(run)
+    plan = _best(run, models, workload, machine, task)
     assert plan.prediction is not None
     calibration = machine.calibration
     shapes = [model for model in models.values() if model is not None]
@@ -552,6 +554,7 @@ def choose(run: Run) -> Run:
         f"per step predicted ({plan.prediction.calibration})",
         *filter(None, [machine.note]),
         *inputs.left_out(models),
+        *notes,
         *machine.cluster.notes(shape.dtype for shape in shapes),
         *(calibration.notes_for(shapes) if calibration else ()),
     ]
@@ -591,6 +594,7 @@ def _best(
     models: Mapping[str, ModelShape | None],
     workload: Workload,
     machine: PlannedMachine,
+    task: TaskProfile | None,
 ) -> Plan:
     graph = run.main.graph
     items = train_items(graph, run.main.config.per_step)
@@ -622,6 +626,7 @@ def _best(
                 others=others,
                 pins=Pins(allows=divides),
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
+                task=task,
             )
         except PlanError as error:
             refused.append(error)

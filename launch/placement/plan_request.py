@@ -28,7 +28,7 @@ from ...planner.inputs.calls import Call, Workload, calls_of
 from ...planner.inputs.cluster import ClusterSpec, improved, smaller, with_more_cores
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.inputs.model_shape import ModelShape
-from ...planner.inputs.task_profile import ActingPins
+from ...planner.inputs.task_profile import ActingPins, TaskProfile
 from ...planner.plan.plan import NodePrediction, OtherSchedule, Plan, Prediction
 from ...planner.plan.planner import plan_step
 from ...planner.plan.simulate import Simulation, idle_of
@@ -37,7 +37,7 @@ from ...planner.search.pins import Pins
 from ..inputs.run import Run, resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_trace
-from .acting import acting_nodes, acting_plan, task_profile
+from .acting import acting_nodes, acting_plan, measure_command, task_profile, verifier_costs
 from .machine import PlannedMachine, cluster_spec, named_devices, read_calibration
 from .models import PlanInputs, local_model
 
@@ -145,6 +145,7 @@ class PlanRequest:
     # without a language model: the plan of where acting happens, on a cluster and under pins
     acting: Callable[[ClusterSpec, Sequence[int], ActingPins], Plan] | None = None
     acting_pins: ActingPins = ActingPins()
+    task: TaskProfile | None = None  # with one, what its verifiers cost
 
     def plan(self) -> Plan:
         """Search, in turn under each length of a segment: how far a response grows in a step."""
@@ -172,6 +173,7 @@ class PlanRequest:
                     tp_across_nodes=self.options.tp_across_nodes,
                     max_cp=self.options.max_cp,
                     streaming=self.streaming,
+                    task=self.task,
                 )
             except InfeasibleError as error:
                 unfit[segment] = error
@@ -232,7 +234,14 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     engines, others = found.engines.planned(found.executor.transport)
     calls = calls_of(graph, workload, models)
     shapes = [model for model in models.values() if model is not None]
-    notes = [*inputs.left_out(models), *cluster.notes(shape.dtype for shape in shapes)]
+    task, free = verifier_costs(found)
+    verifying = {node.role for node in graph.nodes if task and node.name in task.verifiers}
+    for role in options.pins.num_processes.keys() - verifying:
+        raise ConfigError(
+            f"'plan.pins.num_processes' names role '{role}', of which it is not known what it "
+            f"verifies\n    measure the task, or leave the pin out: {measure_command(found)}"
+        )
+    notes = [*inputs.left_out(models), *free, *cluster.notes(shape.dtype for shape in shapes)]
     notes += [] if calibration is None else calibration.notes_for(shapes)
     if schedule.streaming and any(segments):
         notes.append("schedule.streaming is not predicted of responses that go on in later steps")
@@ -261,6 +270,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         options=options,
         num_steps=found.main.config.num_steps,
         streaming=schedule.streaming,
+        task=task,
     )
 
 
@@ -436,6 +446,7 @@ def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> 
         num_devices=config.num_devices,
         devices=devices,
         layouts=layouts,
+        num_processes=config.num_processes,
     )
     _check_used(pins, call_groups, sizes, cluster, at)
     return pins
@@ -576,8 +587,10 @@ def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, .
     if others:
         tables.append(PlanComparison("compare", "what if", this, tuple(others), by_call=True))
     if request.options.sensitivity:
-        more = improved if request.acting is None else with_more_cores
-        better = _planned(request, more(request.cluster))
+        more = {} if request.acting is not None else improved(request.cluster)
+        if request.acting is not None or request.task is not None:
+            more |= with_more_cores(request.cluster)
+        better = _planned(request, more)
         best = min(better, key=lambda one: one.step_s)
         change = change_text(best.step_s / this.step_s - 1)
         answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"

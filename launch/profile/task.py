@@ -1,10 +1,13 @@
-"""Measuring a task without a language model: its environments, its policy, its calls, its executor.
+"""Measuring a task: its environments, its policy, its calls, its executor; or its verifiers.
 
 First one process acts alone, in groups of several sizes: how long a step takes, of which it waits
 and of which it computes, and how long the policy does. Then the very graph runs a few steps on the
 executor in up to four placements, from which follow the times of the other calls and what the
 executor adds: a call, new weights for a copy, a request to another process. The whole takes less
 than a minute on an idle machine, and most of it is processes that start.
+
+Of a step with a language model the calls are measured that score responses without one: each
+response of a few prompts alone, then all of them in one process and on all cores at once.
 """
 
 from __future__ import annotations
@@ -12,32 +15,37 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import psutil
-from torch import Tensor
 
 from ...algorithms.roles.environment import Actor
+from ...algorithms.roles.language import Reward, Sampling
 from ...configs.schema import EvaluationConfig
 from ...dataflow.errors import ConfigError, PlanError
-from ...dataflow.graph.graph import Constant, Node, Ref
+from ...dataflow.graph.graph import Constant, Node, Ref, RoleRef
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.call_context import step_scope
 from ...dataflow.runtime.engine import Engine
-from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...dataflow.runtime.worker_protocol import WorkerContext, is_spec
+from ...planner.cost.verification import makespan_s
 from ...planner.formatting import aligned, percent_text, seconds_text
 from ...planner.inputs.task_profile import (
     CallProfile,
     ExecutorProfile,
     LoopProfile,
     TaskProfile,
+    VerifierProfile,
 )
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
+from ...workers.data.sources import PromptSource
 from ...workers.envs.overlapped_groups import LoopTimer
 from ...workers.envs.task import EnvRowSource, GameRowSource
+from ...workers.verifiers.pool import MOST_PROCESSES
 from ..inputs.run import AUTO, Run, executor_kind
 from ..inputs.sizes import stage_schedule
 from ..placement.acting import (
@@ -49,15 +57,18 @@ from ..placement.acting import (
     team_of,
 )
 from ..placement.machine import machine_name, num_cores
+from ..placement.models import PlanInputs
 from ..placement.place import make_executor
 from ..stages.prepare import prepare
 from ..stages.stage_result import node_seconds
-from ..stages.worker_specs import worker_specs
+from ..stages.worker_specs import MODEL, exporting_specs, worker_specs
 
 _QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _WARM_UP = 2  # steps of a run that are not looked at
-_FEWEST, _MOST = 4, 40  # steps that are
+_FEWEST, _MOST = 4, 40  # steps, or responses, that are
 _LEAST_ROLLOUTS = 2
+_PROMPTS, _SAMPLES = 4, 4  # responses that verifiers are measured with, at most
+_LONGEST = 5  # times the seconds given, after which no further response is measured alone
 _SETTLE_S = 6.0  # longest wait for a machine at rest
 _LOOK_S = 0.3  # for which its cores are looked at
 _AT_REST = 25.0  # percent of all cores
@@ -67,24 +78,28 @@ def profile_task(run: Run, seconds: float) -> TaskProfile:
     """Measure the main stage of a run, each thing for about so many seconds.
 
     Raises:
-        ConfigError: If the step has a language model, or acts in nothing.
+        ConfigError: If the step acts in nothing, and verifies nothing.
     """
     nodes = acting_nodes(run.main.graph)
-    if not nodes:
-        raise ConfigError(
-            f"'{run.main.graph.name}' acts in no environment or game, so there is no task to "
-            "measure\n    measure the machine: penstock profile, without algorithm= and task="
-        )
     setting = setting_of(run)  # before a group's size is fixed
     free = num_groups(run) is None
     # Calls that follow each other: what they do not account for is the executor's.
     schedule = replace(run.config.schedule, max_lag=0)
     run = run.having(evaluation=EvaluationConfig(num_prompts=0, num_episodes=0), schedule=schedule)
+    machine: dict[str, Any] = {
+        "setting": setting,
+        "cores": num_cores(),
+        "machine": f"{machine_name()}, {num_cores()} cores",
+        "date": datetime.date.today().isoformat(),
+    }
+    if not nodes:
+        none = ExecutorProfile(name=executor_kind(run.executor.kind).name, call_s=0.0)
+        found = _verifiers(run, seconds)
+        return TaskProfile(rows={}, loops={}, calls={}, verifiers=found, executor=none, **machine)
     loops = {node.name: _loops(_grouped(run, None), node, seconds, free=free) for node in nodes}
     rows = {node.name: rows_of(run.main, node) for node in nodes}
     measured = _on_executor(run, loops, rows, seconds)
     return TaskProfile(
-        setting=setting,
         rows=rows,
         team=team_of(run),
         least_groups=least_groups(run.main),
@@ -94,9 +109,7 @@ def profile_task(run: Run, seconds: float) -> TaskProfile:
         corrections=measured.corrections,
         executor=measured.executor,
         process_bytes=psutil.Process().memory_info().rss,
-        cores=num_cores(),
-        machine=f"{machine_name()}, {num_cores()} cores",
-        date=datetime.date.today().isoformat(),
+        **machine,
     )
 
 
@@ -128,6 +141,7 @@ def _loops(run: Run, node: Node, seconds: float, *, free: bool) -> tuple[LoopPro
 def _loop(run: Run, node: Node, specs: Any, size: int, seconds: float) -> LoopProfile:
     source = EnvRowSource if node.method == "rollout" else GameRowSource
     batch, names = source(size, size).batch(0), [node.role or "", *node.roles_given]
+    tables = dict.fromkeys(run.main.graph.sources, batch)
     with ExitStack() as stack:
         workers: dict[str, Any] = {}
         for name in names:
@@ -137,9 +151,10 @@ def _loop(run: Run, node: Node, specs: Any, size: int, seconds: float) -> LoopPr
         began_s = time.perf_counter()
         while len(found) <= _LEAST_ROLLOUTS or time.perf_counter() - began_s < seconds:
             timer = LoopTimer()
-            arguments = [_argument(one, batch, workers, timer) for one in node.arguments]
+            timed = {role: timer.of(cast("Actor", workers[role])) for role in node.roles_given}
             with step_scope(len(found)):
-                getattr(workers[node.role or ""], node.method or "")(**dict(arguments))
+                method = getattr(workers[node.role or ""], node.method or "")
+                method(**_arguments(node, tables, workers | timed))
             found.append(_turns(size, timer))
     # The first one makes the environments. What else the machine does only ever adds to a time.
     return min(found[1:], key=lambda one: one.step_s + one.ask_s)
@@ -162,13 +177,130 @@ def _turns(size: int, timer: LoopTimer) -> LoopProfile:
     )
 
 
-def _argument(named: Any, batch: Any, workers: dict[str, Any], timer: LoopTimer) -> tuple[str, Any]:
-    name, value = named
-    if isinstance(value, Constant):
-        return name, value.value
-    if isinstance(value, Ref):
-        return name, cast("Tensor", getattr(batch, value.column))
-    return name, timer.of(cast("Actor", workers[value.role]))
+def _arguments(node: Node, tables: Mapping[str, Any], workers: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in node.arguments:
+        match value:
+            case Constant():
+                found[name] = value.value
+            case RoleRef():
+                found[name] = workers[value.role]
+            case Ref() if value.node in tables:
+                found[name] = getattr(tables[value.node], value.column)
+            case _:
+                raise ConfigError(
+                    f"'{node.name}' cannot be measured alone: its '{name}' is made by an op\n    "
+                    "give it what a source or a rollout has"
+                )
+    return found
+
+
+# --- verifiers of a step with a language model
+
+
+def _verifiers(run: Run, seconds: float) -> dict[str, VerifierProfile]:
+    run = prepare(run, one_group_plan())
+    stage, graph = run.main, run.main.graph
+    models = PlanInputs(run).models({})
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.kind is NodeKind.FORWARD
+        and issubclass(graph.roles[node.role or ""], Reward)
+        and models[node.role or ""] is None
+    ]
+    if not nodes:
+        raise ConfigError(
+            f"'{graph.name}' acts in no environment or game and verifies nothing, so there is no "
+            "task to measure\n    measure the machine: penstock profile, without algorithm= and "
+            "task="
+        )
+    # What starts from a stage before is measured as it is before that.
+    untrained = {"start": MODEL, "start_mean": {}}
+    earlier = {stage.name for stage in run.stages[:-1]}
+    roles = {
+        role: section.model_copy(update=untrained) if section.start in earlier else section
+        for role, section in stage.roles.items()
+    }
+    specs: Any = exporting_specs(replace(stage, roles=roles), run, {})
+    tables = _sampled(run, specs)
+    return {node.name: _verifier(node, specs[node.role], tables, seconds) for node in nodes}
+
+
+def _sampled(run: Run, specs: Any) -> dict[str, Any]:
+    """Tables of sources and rollouts, for a few prompts."""
+    stage, graph = run.main, run.main.graph
+    prompts = run.data.source(PromptSource, batch_size=_PROMPTS, seed=stage.seed)
+    tables = dict.fromkeys(graph.sources, prompts.batch(0))
+    with ExitStack() as stack:
+        for node in (node for node in graph.nodes if node.kind is NodeKind.ROLLOUT):
+            workers: dict[str, Any] = {}
+            for name in (node.role or "", *node.roles_given):
+                workers[name] = specs[name].build(WorkerContext(name, seed=stage.seed))
+                stack.callback(workers[name].close)
+            given = _arguments(node, tables, workers)
+            for name, value in given.items():
+                if isinstance(value, Sampling):
+                    given[name] = replace(value, num_samples=min(_SAMPLES, value.num_samples))
+            with step_scope(0):
+                tables[node.name] = getattr(workers[node.role or ""], node.method or "")(**given)
+    return tables
+
+
+def _verifier(node: Node, spec: Any, tables: dict[str, Any], seconds: float) -> VerifierProfile:
+    given, cores, own = _arguments(node, tables, {}), num_cores(), psutil.Process()
+    rows, several = len(next(iter(given.values()))), hasattr(spec, "num_processes")
+
+    @contextmanager
+    def scorer(number: int) -> Generator[Callable[[Sequence[int]], float]]:
+        made = replace(spec, num_processes=number) if several else spec
+        # A factory of one's own may give the worker itself.
+        worker = made.build(WorkerContext(node.role or "", seed=0)) if is_spec(made) else made
+
+        def score(taken: Sequence[int]) -> float:
+            picked = {name: column[list(taken)] for name, column in given.items()}
+            began_s = time.perf_counter()
+            with step_scope(0):
+                getattr(worker, node.method or "")(**picked)
+            return time.perf_counter() - began_s
+
+        with closing(worker):
+            score([0])  # which starts its processes
+            yield score
+
+    def cpu_s() -> float:
+        total_s = 0.0
+        for process in (own, *own.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total_s += sum(process.cpu_times()[:4])  # its own, and of children that ended
+        return total_s
+
+    with scorer(1) as score:
+        items: list[float] = []
+        spent_s = 0.0
+        while len(items) < rows or (len(items) < _MOST and spent_s < seconds):
+            items.append(score([len(items) % rows]))
+            spent_s += items[-1]
+            if spent_s > _LONGEST * seconds:
+                break
+        taken, before_s = range(min(rows, len(items))), cpu_s()
+        whole_s = score(taken)
+        item_cpu_s = (cpu_s() - before_s) / len(taken)
+        num_bytes = [child.memory_info().rss for child in own.children()] if several else []
+    # A response in a batch is spared what a call costs; a judge answers several at once.
+    level = whole_s / sum(items[: len(taken)])
+    item_s = tuple(sorted(level * item for item in items))
+    batch = [*taken] * cores
+    with scorer(cores) as score:
+        crowded = score(batch) / makespan_s(item_s, len(batch), cores) if several else 1.0
+    return VerifierProfile(
+        item_s=item_s,
+        item_cpu_s=min(item_cpu_s, sum(item_s) / len(item_s)),
+        at_once=cores if several else 1,
+        crowded=max(1.0, crowded),
+        most=MOST_PROCESSES if several else None,
+        process_bytes=max(num_bytes, default=0),
+    )
 
 
 # --- a few steps on the executor
@@ -301,6 +433,17 @@ def _settle() -> None:
 
 
 def task_profile_text(profile: TaskProfile) -> str:
+    if profile.verifiers:
+        rows = [["scores", "a response", "of it waiting", "median", "longest", "on all cores"]]
+        for name, one in profile.verifiers.items():
+            mean_s = statistics.mean(one.item_s)
+            waits = 1.0 - one.item_cpu_s / mean_s if mean_s else 0.0
+            rows.append([
+                name, seconds_text(mean_s), percent_text(waits),
+                seconds_text(statistics.median(one.item_s)), seconds_text(one.item_s[-1]),
+                f"{one.crowded:.2f} x as long",
+            ])  # fmt: skip
+        return "\n\n".join([profile.machine, "\n".join(aligned(rows, range(1, 6)))])
     rows = [["acts", "rows", "turns", "a step", "of it waiting", "median", "99 %", "the actor"]]
     for name, loops in profile.loops.items():
         for loop in loops:

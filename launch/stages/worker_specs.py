@@ -303,6 +303,9 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
     }
     if is_own(worker):
         return _own(stage, role, given)
+    if worker in TASK_REWARDS or worker in ENV_SPECS:
+        for planned in stage.planned_options.get(role, {}).values():
+            options = {**planned, **options}
     if worker in TASK_REWARDS:
         names = ("task", "tokenizer", "task_fingerprint")
         return TASK_REWARDS[worker](**{name: given[name]() for name in names}, **options)
@@ -311,8 +314,6 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
     if worker in ENV_SPECS:
         optimizer = optimizer_of(stage, role)
         start = section.start and _folder(section.start, contract_of(stage, role), results)
-        for planned in stage.planned_options.get(role, {}).values():
-            options = {**planned, **options}
         return env_worker(worker, run, start, optimizer, options, section.init_offset)
     model, engines = given["model"](), run.engines
     given["model"] = lambda: model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -198,34 +198,46 @@ class Call:
         return self.leader or self.role
 
 
-def calls_of(
-    graph: Graph, workload: Workload, models: Mapping[str, ModelShape | None]
-) -> tuple[Call, ...]:
-    """The calls of a step in program order.
+def needs_of(graph: Graph, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Node -> those of `names` whose outputs it needs, directly or through other nodes."""
+    found: dict[str, tuple[str, ...]] = {}
+    handed_on: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        before = (name for _, ref in node.inputs for name in handed_on.get(ref.node, ()))
+        found[node.name] = tuple(dict.fromkeys(before))
+        handed_on[node.name] = (node.name,) if node.name in names else found[node.name]
+    return found
 
-    Ops, roles without a model and a train call without a loss, which moves weights, cost nothing.
+
+def calls_of(
+    graph: Graph,
+    workload: Workload,
+    models: Mapping[str, ModelShape | None],
+    verifiers: Collection[str] = (),
+) -> tuple[Call, ...]:
+    """The calls of a step that compute a model, in program order; they may need `verifiers`.
+
+    Ops, other roles and a train call without a loss, which moves weights, cost nothing.
     """
     unknown = sorted(models.keys() - graph.roles.keys())
     missing = [role for role in graph.roles if role not in models]
     if unknown or missing:
         wrong = f"has no role '{unknown[0]}'" if unknown else f"needs a model for '{missing[0]}'"
         raise PlanError(f"graph '{graph.name}' {wrong}; its roles are {', '.join(graph.roles)}")
-    needs: dict[str, tuple[str, ...]] = {}
-    calls: list[Call] = []
     samples = workload.samples_per_prompt or _samples(graph)
     leaders = _leaders(graph, models)
-    for node in graph.nodes:
-        before = dict.fromkeys(c for _, ref in node.inputs for c in needs.get(ref.node, ()))
-        shape = models.get(node.role or "")
-        follows = node.kind is NodeKind.TRAIN and not node.learns
-        if node.role is None or shape is None or follows:
-            needs[node.name] = tuple(before)
-            continue
-        leader = leaders.get(node.role, "")
-        call = _call(graph, node, shape, workload, samples, tuple(before), leader)
-        calls.append(call)
-        needs[node.name] = (call.name,)
-    return tuple(calls)
+    shapes = {
+        node.name: shape
+        for node in graph.nodes
+        if (shape := models.get(node.role or "")) is not None
+        and (node.kind is not NodeKind.TRAIN or node.learns)
+    }
+    needs = needs_of(graph, {*shapes, *verifiers})
+    return tuple(
+        _call(graph, graph[name], shape, workload, samples, needs[name],
+              leaders.get(graph[name].role or "", ""))
+        for name, shape in shapes.items()
+    )  # fmt: skip
 
 
 def _call(

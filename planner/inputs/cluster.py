@@ -197,6 +197,15 @@ class ClusterSpec(_Spec):
         )
 
 
+def no_cores(cluster: ClusterSpec) -> PlanError:
+    """The refusal of a cluster whose cores are not known, for a step that computes on them."""
+    return PlanError(
+        f"cluster '{cluster.name}' does not say how many cores its nodes have, and this "
+        "step computes on cores\n    set cluster.cores_per_node (penstock plan), or "
+        "measure its machines again: penstock profile"
+    )
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Some devices of a cluster: whole nodes of any node groups, or a part of one node.
@@ -227,6 +236,29 @@ class Mesh:
     @cached_property
     def is_cpu(self) -> bool:
         return all(group.device.is_cpu for group, _ in self._used)
+
+    def cores(self, *, lagged: bool) -> float:
+        """Processor cores of its nodes that are free while its own devices wait.
+
+        Under a lag the other devices of its nodes compute: a CPU has its share of the cores, any
+        other device the core that launches its kernels.
+        """
+        free = 0.0
+        for group, count in self._used:
+            nodes, cores = -(-count // group.devices_per_node), group.cores_per_node or 1
+            others = nodes * group.devices_per_node - count if lagged else 0
+            free += nodes * cores
+            free -= others * (cores / group.devices_per_node if group.device.is_cpu else 1.0)
+        return max(1.0, free)
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """Memory of its nodes; None if that is not known."""
+        known = [
+            -(-count // group.devices_per_node) * (group.host_bytes or 0)
+            for group, count in self._used
+        ]
+        return sum(known) if all(known) else None
 
     def flops(self, dtype: str) -> float:
         return min(group.device.flops(dtype) for group, _ in self._used)

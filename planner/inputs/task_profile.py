@@ -1,8 +1,9 @@
-"""Costs of a task without a language model, as `penstock profile` has measured them.
+"""Costs of a task that no model of time knows, as `penstock profile` has measured them.
 
 A step of an environment is measured alone, group by group, and how long it waits beside how long it
 computes: environments that wait overlap on one core, environments that compute do not. All other
-calls of the step are measured as they stand in the graph, on all rows of a step.
+calls of the step are measured as they stand in the graph, on all rows of a step. Of a step with a
+language model its verifiers are measured, response by response.
 """
 
 from __future__ import annotations
@@ -92,6 +93,25 @@ class CallProfile(PlanData):
         return max(0.0, own_s) + shared_s / num_ranks
 
 
+class VerifierProfile(PlanData):
+    """A call that scores responses without a model of its own: a verifier, a sandbox, a judge."""
+
+    item_s: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """Elapsed seconds of one response alone, of several that were sampled, the least first."""
+    item_cpu_s: Seconds
+    """Seconds of cores that a response takes, the mean."""
+    at_once: AtLeastOne = 1
+    """Responses that were scored at once ..."""
+    crowded: Annotated[float, Field(ge=1, le=1e3)] = 1.0
+    """... and how many times as long each took then."""
+    most: AtLeastOne | None = None
+    """Most processes of a rank; None if their number is not for the plan to choose."""
+    num_processes: AtLeastOne | None = None
+    """Processes of each rank, where a run says how many."""
+    process_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory of each."""
+
+
 class ExecutorProfile(PlanData):
     """Costs that an executor adds to the calls of this graph."""
 
@@ -129,6 +149,8 @@ class TaskProfile(PlanData):
     """Call that acts -> groups of different sizes, the smallest first."""
     calls: Mapping[str, CallProfile]
     """Every other call and op."""
+    verifiers: Mapping[str, VerifierProfile] = Field(default_factory=dict[str, VerifierProfile])
+    """Calls of a step with a language model that score its responses without one."""
     overlaps: bool = True
     """Whether a process can step several groups at the same time; of games it cannot."""
     corrections: Mapping[str, Annotated[float, Field(gt=0, le=1e3)]] = Field(
@@ -175,7 +197,17 @@ class TaskProfile(PlanData):
         corrections = {
             name: self.corrections.get(name, 1.0) * found.get(name, 1.0) for name in self.loops
         }
+        verifiers = {
+            name: one.model_copy(
+                update={
+                    "item_s": tuple(found.get(name, 1.0) * seconds for seconds in one.item_s),
+                    "item_cpu_s": found.get(name, 1.0) * one.item_cpu_s,
+                }
+            )
+            for name, one in self.verifiers.items()
+        }
         changes = {"calls": calls, "corrections": corrections, "learned_from": run}
+        changes |= {"verifiers": verifiers}
         return self.model_copy(update=changes)
 
     def check(self, setting: Mapping[str, str], file: str, measure: str) -> None:

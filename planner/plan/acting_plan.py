@@ -19,7 +19,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.kinds import NodeKind
 from ..cost.acting import ActingLayout, ActingTimes, acting_times
 from ..formatting import bytes_text, seconds_text
-from ..inputs.cluster import ClusterSpec
+from ..inputs.cluster import ClusterSpec, no_cores
 from ..inputs.task_profile import ActingPins, Inference, TaskProfile
 from .plan import GroupPlan, NodePrediction, OtherSchedule, Plan, Prediction, RunnerUp
 from .simulate import simulate
@@ -173,11 +173,7 @@ def _check_known(graph: Graph, profile: TaskProfile) -> None:
 def _cores(cluster: ClusterSpec) -> int:
     for group in cluster.node_groups:
         if group.cores_per_node is None:
-            raise PlanError(
-                f"cluster '{cluster.name}' does not say how many cores its nodes have, and this "
-                "step computes on cores\n    set cluster.cores_per_node (penstock plan), or "
-                "measure its machines again: penstock profile"
-            )
+            raise no_cores(cluster)
     return cluster.num_cores
 
 

@@ -98,7 +98,8 @@ class Prediction(PlanData):
     stopped_at_deadline: bool = False
     calibration: str = "analytic defaults"  # where the constants of the model of time come from
     constants: Constants | None = None  # these constants; None in plans that do not say
-    task: TaskProfile | None = None  # costs of a step that acts, instead of constants
+    # costs of a step that acts, instead of constants, or of its verifiers beside them
+    task: TaskProfile | None = None
     nodes: Mapping[str, NodePrediction]  # calls by name; nodes that are not here take no time
     # group -> memory of its fullest device
     memory: Mapping[str, GroupMemory] = Field(default_factory=dict[str, GroupMemory])

@@ -18,11 +18,13 @@ from ..cost.engine_model import RoleEngines
 from ..cost.memory import GroupLedger, Parts
 from ..cost.time_model import TimeModel
 from ..cost.time_parts import CallTime
+from ..cost.verification import Verifier
 from ..formatting import bytes_text, seconds_text
-from ..inputs.calls import Call, Lengths, Workload, calls_of
-from ..inputs.cluster import ClusterSpec, Mesh
+from ..inputs.calls import Call, Lengths, Workload, calls_of, needs_of
+from ..inputs.cluster import ClusterSpec, Mesh, no_cores
 from ..inputs.layout import Layout, check_layout, pinned_layout
 from ..inputs.model_shape import ModelShape, adapter_params
+from ..inputs.task_profile import TaskProfile
 from ..search.choices import sources_of
 from ..search.option_table import CallPlan, ModelTable, call_nodes
 from ..search.options import Assignment, CallNode, GroupAssignment, SearchResult
@@ -335,11 +337,24 @@ def plan_step(
     tp_across_nodes: bool = False,
     max_cp: int = 1,
     streaming: int = 0,
+    task: TaskProfile | None = None,
 ) -> Plan:
-    """The fastest plan of a step, with what it is expected to do and how sure that is."""
+    """The fastest plan of a step, with what it is expected to do and how sure that is.
+
+    A role without a model costs what `task` says of it, or else nothing.
+    """
     pins = pins or Pins()
-    calls = calls_of(graph, workload, models)
-    nodes = call_nodes(calls)
+    known = {} if task is None else task.verifiers
+    calls = calls_of(graph, workload, models, known)
+    num_rows = max((call.num_sequences for call in calls), default=1)
+    verifiers = tuple(
+        Verifier(node.name, role, one, num_rows, pins.num_processes.get(role, one.num_processes))
+        for node in graph.nodes
+        if (one := known.get(node.name)) and models.get(role := node.role or "") is None
+    )
+    if verifiers and any(group.cores_per_node is None for group in cluster.node_groups):
+        raise no_cores(cluster)
+    nodes = _in_order(graph, calls, verifiers)
     table = ModelTable(
         calls,
         constants,
@@ -348,6 +363,7 @@ def plan_step(
         max_cp=max_cp,
         tp_across_nodes=tp_across_nodes,
         pins=pins.layouts,
+        verifiers=verifiers,
     )
     for call in calls:
         problem = table.engine_of(call).refuses(call, Layout())
@@ -361,8 +377,17 @@ def plan_step(
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except InfeasibleError as error:
         raise refusal(calls, table, cluster, error) from None
-    writer = _Writer(graph, calls, nodes, table, cluster, found)
+    writer = _Writer(graph, calls, nodes, table, cluster, found, verifiers, task)
     return writer.plan(workload, constants, streaming)
+
+
+def _in_order(
+    graph: Graph, calls: Sequence[Call], verifiers: Sequence[Verifier]
+) -> tuple[CallNode, ...]:
+    needs = needs_of(graph, {call.name for call in (*calls, *verifiers)})
+    own = (CallNode(one.name, one.name, needs[one.name], one.role) for one in verifiers)
+    order = [node.name for node in graph.nodes]
+    return tuple(sorted((*call_nodes(calls), *own), key=lambda node: order.index(node.name)))
 
 
 def _check_pins(
@@ -411,15 +436,17 @@ class _Writer:
     table: ModelTable
     cluster: ClusterSpec
     found: SearchResult
+    verifiers: tuple[Verifier, ...]
+    task: TaskProfile | None
 
     def plan(self, workload: Workload, constants: Constants, num_parts: int) -> Plan:
         best = self.found.best
         names = self._names(best)
         calls = {
-            call.name: name
+            node.name: name
             for name, group in zip(names, best.groups, strict=True)
-            for call in self.calls
-            if call.call_group in group.call_groups
+            for node in self.nodes
+            if node.call_group in group.call_groups
         }
         nodes = place_ops(
             self.graph,
@@ -445,6 +472,7 @@ class _Writer:
                 for call in self.calls
                 if call.kind != "generate"
             },
+            role_options=dict(self._processes(best)),
             max_lag=best.max_lag,
             cluster=self.cluster,
             prediction=self._prediction(
@@ -452,13 +480,26 @@ class _Writer:
             ),
         )
 
+    def _processes(self, best: Assignment) -> Iterator[tuple[str, dict[str, int]]]:
+        """Processes in which each rank verifies: a rank of several devices has those of all."""
+        for one in self.verifiers:
+            group = next(group for group in best.groups if one.name in group.call_groups)
+            if one.profile.most is not None:
+                _, number = one.on(group.mesh, lagged=best.max_lag > 0)
+                made = _group("group", self.cluster.device_type, group)
+                number *= made.tensor_parallel * made.pipeline_parallel
+                yield one.role, {"num_processes": min(number, one.profile.most)}
+
     def _streamed(
         self, nodes: Mapping[str, str], constants: Constants, num_parts: int
     ) -> StreamedStep | None:
         if not num_parts or any(call.segment_tokens for call in self.calls):
             return None
         best = self.found.best
-        parts: dict[str, tuple[float, ...]] = {}
+        parts: dict[str, tuple[float, ...]] = {
+            one.name: (best.durations_s[one.name] / num_parts,) * num_parts
+            for one in self.verifiers
+        }
         for group in best.groups:
             layouts = {k: v for option in group.options.values() for k, v in option.layouts.items()}
             for call in self.calls:
@@ -492,11 +533,18 @@ class _Writer:
     ) -> Prediction:
         found, sources = self.found, sources_of(self.nodes)
         times: dict[str, CallPlan] = {}
+        verified: dict[str, NodePrediction] = {}
         memory: dict[str, GroupMemory] = {}
         for name, group in zip(names, found.best.groups, strict=True):
             resident: dict[str, dict[str, int]] = {}
             transient: dict[str, dict[str, int]] = {}
             for call_group, option in group.options.items():
+                if not option.layouts:  # it verifies, and holds nothing on a device
+                    seconds = option.durations_s[call_group]
+                    verified[call_group] = NodePrediction(
+                        duration_s=seconds, parts_s={"verification": seconds}
+                    )
+                    continue
                 here = [name for name in group.call_groups if sources.get(name) == call_group]
                 held, plans = self.table.explain(
                     call_group,
@@ -521,7 +569,8 @@ class _Writer:
             stopped_at_deadline=found.stopped_at_deadline,
             calibration=constants.source,
             constants=constants,
-            nodes={call.name: _node(times[call.name]) for call in self.calls},
+            task=self.task if self.verifiers else None,
+            nodes={call.name: _node(times[call.name]) for call in self.calls} | verified,
             memory=memory,
             runner_up=runner_up(found.runner_up, found.best),
             other_schedules=tuple(

@@ -1,6 +1,7 @@
 """The options of real models: each legal layout of a call group on a mesh, its seconds and bytes.
 
-Joins the models of time and memory into what the search chooses between. A call of a trained role
+Joins the models of time and memory into what the search chooses between. A verifier is a call group
+with one option, that of the best number of processes. A call of a trained role
 that does not train it is a call group of its own. Beside the one that trains (on the same devices)
 it runs in the same layout, where the weights are, or in another one: then it holds a view, and what
 each device lacks of it is gathered before the call. On other devices it has a copy, which each
@@ -25,6 +26,7 @@ from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory import Parts, rows_at_once
 from ..cost.time_model import TimeModel, move_time, offload_time
 from ..cost.time_parts import CallTime
+from ..cost.verification import Verifier
 from ..inputs.calls import Call
 from ..inputs.cluster import Mesh
 from ..inputs.layout import Layout, legal_layouts
@@ -77,10 +79,12 @@ class ModelTable:
         max_cp: int = 1,
         tp_across_nodes: bool = False,
         pins: Mapping[str, Mapping[str, object]] | None = None,
+        verifiers: Sequence[Verifier] = (),
     ) -> None:
         self._calls: dict[str, list[Call]] = {}
         for call in calls:
             self._calls.setdefault(call.call_group, []).append(call)
+        self._verifiers = {one.name: one for one in verifiers}
         self._constants = constants
         self._engines, self._others = engines, dict(others or {})
         self._times = {
@@ -108,6 +112,9 @@ class ModelTable:
         self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
     ) -> Sequence[Option]:
         key = (call_group, mesh.counts, beside, lagged)
+        if key not in self._known and call_group in self._verifiers:
+            seconds, _ = self._verifiers[call_group].on(mesh, lagged=lagged)
+            self._known[key] = (Option({call_group: seconds}, 0, {call_group: 0}, {}),)
         if key not in self._known:
             mesh = self._meshes.setdefault(mesh.counts, mesh)
             if self._mesh is not mesh:
@@ -142,6 +149,7 @@ class ModelTable:
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
             pins=self.pins if pins is None else pins,
+            verifiers=tuple(self._verifiers.values()),
         )
 
     def explain(

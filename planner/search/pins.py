@@ -26,6 +26,8 @@ class Pins:
     devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     # call name -> fields of its `Layout` with the values they must have
     layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    # role without a model -> processes of each of its ranks
+    num_processes: Mapping[str, int] = field(default_factory=dict[str, int])
     # whether a call group may have an option; must be deterministic
     allows: Callable[[str, Option], bool] = lambda call_group, option: True
 

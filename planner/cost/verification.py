@@ -1,0 +1,86 @@
+"""Seconds of a call that scores responses on processor cores: a verifier, a sandbox, a judge.
+
+One of R ranks has its share of a step's responses, and n processes of its own take one after
+another. Responses differ, so the last process is late; and all processes together cannot compute
+more than the cores there are:
+
+    verifying = slower(R * n) * max(makespan(rows / R, n), rows * computing of a row / cores)
+
+`slower` is how much longer a response takes while others are verified beside it, as measured. The
+ranks of the call's own group wait for it. Under a lag other groups compute meanwhile, so their
+devices keep their cores (`Mesh.cores`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..inputs.cluster import Mesh
+from ..inputs.task_profile import VerifierProfile
+
+_PLAYED = 32  # responses of each process that are played through; of more the rest take the mean
+_ORDERS = 4  # orders of responses whose makespans are averaged
+
+
+@lru_cache(maxsize=1 << 14)
+def makespan_s(item_s: tuple[float, ...], num_items: int, num_processes: int) -> float:
+    """Seconds until so many responses are verified, of which each process takes the next."""
+    played = min(num_items, _PLAYED * num_processes)
+    known = (np.arange(len(item_s)) + 0.5) / len(item_s)
+    taken: list[float] = np.interp((np.arange(played) + 0.5) / played, known, item_s).tolist()
+    ends: list[float] = []
+    for order in range(_ORDERS if num_processes > 1 else 1):
+        random.Random(order).shuffle(taken)
+        free_s = [0.0] * num_processes
+        for seconds in taken:
+            heapq.heapreplace(free_s, free_s[0] + seconds)
+        ends.append(max(free_s))
+    rest_s = (num_items - played) * sum(taken) / played / num_processes
+    return sum(ends) / len(ends) + rest_s
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A call of a step that has no model and was measured."""
+
+    name: str  # the node's name: "reward.score"
+    role: str
+    profile: VerifierProfile
+    num_rows: int  # responses of a step
+    num_processes: int | None = None  # of each rank, if that is fixed
+
+    def seconds(self, num_ranks: int, num_processes: int, cores: float) -> float:
+        found, rows = self.profile, -(-self.num_rows // num_ranks)
+        at_once = num_ranks * min(num_processes, rows)
+        share = (at_once - 1) / max(found.at_once - 1, 1)
+        slower = 1.0 + (found.crowded - 1.0) * min(1.0, share)
+        computed_s = self.num_rows * found.item_cpu_s / cores
+        return slower * max(makespan_s(found.item_s, rows, num_processes), computed_s)
+
+    def numbers(self, num_ranks: int, mesh: Mesh, cores: float) -> list[int]:
+        """Numbers of processes of a rank that are worth a look, the fewest first."""
+        if self.profile.most is None:
+            return [self.profile.at_once]
+        if self.num_processes is not None:
+            return [self.num_processes]
+        rows, each = -(-self.num_rows // num_ranks), max(1, round(cores / num_ranks))
+        most = min(rows, self.profile.most)
+        if self.profile.process_bytes and mesh.host_bytes is not None:
+            most = min(most, mesh.host_bytes // (num_ranks * self.profile.process_bytes))
+        tried = {1 << power for power in range(most.bit_length())} | {1, 3, each, most}
+        # Of those with which a process has equally many responses, the fewest.
+        fewest = {-(-rows // -(-rows // number)) for number in tried if number <= most}
+        return sorted(fewest or {1})
+
+    def on(self, mesh: Mesh, *, lagged: bool) -> tuple[float, int]:
+        """The least seconds on a mesh, each device of which is a rank; processes of each rank."""
+        num_ranks, cores = min(mesh.num_devices, self.num_rows), mesh.cores(lagged=lagged)
+        return min(
+            (self.seconds(num_ranks, number, cores), number)
+            for number in self.numbers(num_ranks, mesh, cores)
+        )

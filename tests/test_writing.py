@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = {
     "dataflow": 12_100,
     "algorithms": 10_400,
-    "planner": 9_700,
+    "planner": 10_000,
     "workers": 41_150,
     "configs": 1_300,
-    "launch": 18_700,
+    "launch": 18_900,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
 from ...training.weight_gradients import embedded, linear_map
+from .adapters import Adapters, Copies, adapted_linear, adapters_of, added, have_copies
 from .attention import attend_packed
 from .fused import (
     gated,
@@ -36,43 +37,6 @@ from .fused import (
     sum_norm_linear,
 )
 from .packing import Pack
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """An adapter of one linear map: `scale * B A x`."""
-
-    down: Tensor  # A, f32[rank, in]
-    up: Tensor  # B, f32[out, rank]
-    scale: float  # Alpha over the rank
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, out] of [N, in], in the precision of `x`."""
-        narrow = F.linear(x, self.down.to(x.dtype))
-        return F.linear(narrow, (self.up * self.scale).to(x.dtype))
-
-
-Adapters = tuple[LowRank | int, ...]
-"""Adapters of linear maps that are computed as one, or the width of a map without one."""
-
-
-def adapters_of(linears: Sequence[Any]) -> Adapters | None:
-    """Adapters of linear maps that are computed as one; None if none of them has any."""
-    found: list[LowRank | int] = []
-    for linear in linears:
-        if not hasattr(linear, "lora_A"):
-            found.append(linear.out_features)
-            continue
-        (name,) = linear.lora_A
-        up = linear.lora_B[name].weight
-        found.append(LowRank(linear.lora_A[name].weight, up, linear.scaling[name]))
-    return tuple(found) if any(isinstance(one, LowRank) for one in found) else None
-
-
-def added(x: Tensor, adapters: Adapters) -> Tensor:
-    """Outputs that adapters of maps computed as one add to theirs, [N, all outs]."""
-    parts = [a(x) if isinstance(a, LowRank) else x.new_zeros(len(x), a) for a in adapters]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def summed(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -140,6 +104,8 @@ class Linears:
         if self.adapters is None:
             return sum_norm_linear(x, change, norm, eps, self.weight, self.bias)
         x, normed = sum_norm(x, change, norm, eps)
+        if have_copies(self.adapters):
+            return x, adapted_linear(normed, self.weight, self.bias, self.adapters)
         return x, F.linear(normed, self.weight, self.bias) + added(normed, self.adapters)
 
     def added_to(
@@ -152,6 +118,9 @@ class Linears:
         if group is not None:
             change = summed(F.linear(inputs, self.weight), group)
             more = None if self.bias is None else self.bias.expand_as(change)
+        elif self.adapters is not None and have_copies(self.adapters):
+            change = adapted_linear(inputs, self.weight, self.bias, self.adapters)
+            more = None
         else:
             change = linear_map(inputs, self.weight, self.bias)
             more = None if self.adapters is None else added(inputs, self.adapters)
@@ -198,8 +167,25 @@ class LeanBackbone:
             for i, layer in enumerate(self._backbone.layers)
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._copies: Copies | None = None  # of adapters
         # Processes that divide the matrices, of which this one has its part (`tensor_parallel.py`)
         self.group: dist.ProcessGroup | None = None
+
+    def copy_adapters(self, flat: FlatParameters) -> None:
+        """Have products of 16 bits on a device read copies of the adapters, which lie in `flat`."""
+        if self.embedding.dtype != torch.float32:
+            linears = [
+                one
+                for layer in self.layers
+                for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            ]
+            every = [one.adapters for one in linears]
+            self._copies = Copies(flat, every, self.embedding.dtype)
+
+    def renew_copies(self) -> None:
+        """Have copies of adapters follow them; called before they are read."""
+        if self._copies is not None:
+            self._copies.renew()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The embedding's rows, [N, D]; of other processes' words they add theirs."""
@@ -226,6 +212,7 @@ class LeanBackbone:
 
         `caches` are a pair of [N, K, E] tensors per layer, which receive keys and values.
         """
+        self.renew_copies()
         cos, sin = (table[pack.position] for table in self.rope(pack.longest))
         x: Tensor = self.embed(pack.tokens)
         change: Tensor | None = None

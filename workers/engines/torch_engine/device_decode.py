@@ -327,6 +327,7 @@ class DeviceBatch(Batch):
         # Frozen weights may move as well, to another device and back.
         weights_at = (self._network.flat.place, self._backbone.embedding.data_ptr())
         self._next.zero_()
+        self._backbone.renew_copies()
         graphs = self._graphs()
         for _ in range(count):
             if graphs is None:

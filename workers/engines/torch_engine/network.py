@@ -179,6 +179,8 @@ class LeanNetwork(TorchNetwork):
         super().__init__(module, head, context, split)
         weights = self.flat if split is None else split.frozen.flat
         self.backbone = LeanBackbone(self._body, weights, _PREFIX)
+        if split is not None and split.lora:
+            self.backbone.copy_adapters(split.trained)
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         pack = pack_rows(tokens, reads, shared)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from kernel_reference import use_functions
-from penstock.workers.engines.torch_engine.backbone import LeanBackbone, LowRank, fused_names
+from penstock.workers.engines.torch_engine.adapters import LowRank
+from penstock.workers.engines.torch_engine.backbone import LeanBackbone, fused_names
 from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
 from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.flat_parameters import FlatParameters

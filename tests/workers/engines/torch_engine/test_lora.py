@@ -15,6 +15,14 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine import network
+from penstock.workers.engines.torch_engine.adapters import (
+    Adapters,
+    Copies,
+    LowRank,
+    adapted_linear,
+    added,
+    have_copies,
+)
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
@@ -189,3 +197,62 @@ def test_an_adapter_whose_weights_have_another_rank_than_it_says_is_refused(tmp_
     lora = LoraSpec(folder=str(tmp_path / "adapter"))
     with pytest.raises(ConfigError, match="are not those of an adapter of rank 2"):
         _policy(model, lora=lora)
+
+
+# --- copies of 16 bits, as on a CUDA device
+
+
+def _through(
+    adapters: Adapters, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> list[torch.Tensor]:
+    """Outputs, and gradients of the input and of adapters."""
+    x = x.detach().requires_grad_()
+    leaves = [leaf for a in adapters if not isinstance(a, int) for leaf in (a.down, a.up)]
+    if have_copies(adapters):
+        out = adapted_linear(x, weight, bias, adapters)
+    else:
+        out = torch.nn.functional.linear(x, weight, bias) + added(x, adapters)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [x, *leaves], upstream)]
+
+
+def test_an_adapter_added_in_place_is_no_farther_from_the_truth() -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).bfloat16().float()
+
+    x, weight, bias = some(50, 24), some(47, 24), some(47)
+    pairs = [(some(4, 24).requires_grad_(), some(out, 4).requires_grad_()) for out in (16, 24)]
+
+    def of(copies: bool) -> Adapters:
+        made = [
+            LowRank(down, up, 0.5, (down.detach().bfloat16(), up.detach().bfloat16()))
+            if copies
+            else LowRank(down, up, 0.5)
+            for down, up in pairs
+        ]
+        return (made[0], 7, made[1])
+
+    exact = _through(of(copies=False), x, weight, bias)
+    narrow = [one.bfloat16() for one in (x, weight, bias)]
+    plain, copied = (_through(of(copies=copies), *narrow) for copies in (False, True))
+    for one, other, truth in zip(copied, plain, exact, strict=True):
+        assert one.dtype == other.dtype
+        error, plain_error = ((found.float() - truth).norm() for found in (one, other))
+        assert error <= 1.2 * plain_error
+        assert error <= 0.01 * truth.norm()
+
+
+def test_copies_follow_adapters_that_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelSpec(architecture=QWEN, dtype="bfloat16")
+    policy = _policy(model)
+    _train(policy)
+    plain = _logprob(policy)
+    monkeypatch.setattr(Copies, "devices", frozenset({"cpu"}))
+    torch.testing.assert_close(_logprob(policy), plain, rtol=0, atol=0.05)
+    _train(policy)
+    copied = _logprob(policy)
+    assert float((copied - plain).abs().max()) > 0.05
+    monkeypatch.setattr(Copies, "devices", frozenset())
+    torch.testing.assert_close(_logprob(policy), copied, rtol=0, atol=0.05)

@@ -28,11 +28,11 @@ from .attention import attend_packed
 from .fused import (
     gated,
     gated_linear,
-    has_kernels,
     rms_norm,
     rotate,
     rotate_heads,
     rotate_into,
+    sum_later,
     sum_norm,
     sum_norm_linear,
 )
@@ -125,11 +125,6 @@ class Linears:
             change = linear_map(inputs, self.weight, self.bias)
             more = None if self.adapters is None else added(inputs, self.adapters)
         return sum_later(x, change) if more is None else sum_later(x + change, more)
-
-
-def sum_later(x: Tensor, change: Tensor) -> tuple[Tensor, Tensor | None]:
-    """On a CUDA device the kernel of the next norm makes the sum."""
-    return (x, change) if has_kernels(x) else (x + change, None)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return sum_norm(x, None, weight, eps)[1]
 
 
+def sum_later(x: Tensor, change: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Two tensors whose sum is that of these: the kernel of the next norm makes it, or it is."""
+    return (x, change) if has_kernels(x) else (x + change, None)
+
+
 def sum_norm(x: Tensor, change: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + change`, which alone is kept, and `rms_norm` of it."""
     found: Any = _SumNormLinear.apply(x, change, norm, eps, None, None)
@@ -292,8 +297,8 @@ def _turned_back_at_once(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _heads_turned_back_at_once(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    turned = [_turned_back_at_once(one, cos, sin) for one in (query, key)]
-    return torch.cat([*turned, value], dim=1)
+    turned = _turned_back_at_once(torch.cat([query, key], dim=1), cos, sin)
+    return torch.cat([turned, value], dim=1)
 
 
 def rotate_into(
@@ -433,8 +438,12 @@ def _before_product_at_once(
     share = 1 / (1 + (-gate).exp())
     to_gate = upstream * up * share * (1 + gate * (1 - share))
     parts = [part.to(gate_up.dtype) for part in (to_gate, upstream * gate * share)]
-    product = _product_at_once(gate_up) if needs_product else None
-    return torch.cat(parts, dim=-1), product
+    if not needs_product:
+        return torch.cat(parts, dim=-1), None
+    # Side by side in one tensor: apart, a kernel of its own would make the product.
+    every = torch.cat([*parts, _product_at_once(gate_up)], dim=-1)
+    width = gate_up.shape[-1]
+    return every[:, :width], every[:, width:]
 
 
 _product = Compiled(_product_at_once, (0,), _product_as_it_is)

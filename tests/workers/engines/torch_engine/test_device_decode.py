@@ -23,7 +23,7 @@ from kernel_reference import use_functions
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine import backbone, device_decode, fused, generator, varlen
+from penstock.workers.engines.torch_engine import device_decode, fused, generator, varlen
 from penstock.workers.engines.torch_engine.attention import attend_cache
 from penstock.workers.engines.torch_engine.decode import decode
 from penstock.workers.engines.torch_engine.device_decode import (
@@ -228,8 +228,7 @@ def test_samples_by_the_kernel_are_those_of_the_plain_loop(
     expected = sampled(network, sampling)
     use_reference(monkeypatch)
     use_functions(monkeypatch)
-    for module, name in ((device_decode, "has_kernel"), (backbone, "has_kernels")):
-        monkeypatch.setattr(module, name, lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(device_decode, "has_kernel", lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
     for max_rows in (512, 7):
         found = on_device(monkeypatch, network, sampling, max_rows)
         assert torch.equal(found.token, expected.token)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from fake_device import CountedOps
+from inductor_kernels import kernels_of
 from kernel_reference import use_functions
+from penstock.workers.engines.torch_engine import fused, varlen
 from penstock.workers.engines.torch_engine.adapters import LowRank
 from penstock.workers.engines.torch_engine.backbone import LeanBackbone, fused_names
 from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
+from penstock.workers.training import token_logprob as head
+from penstock.workers.training import weight_gradients
 from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.flat_parameters import FlatParameters
 from penstock.workers.training.token_logprob import token_logprob
 from penstock.workers.training.weight_gradients import AddedGradients
 from torch import Tensor
 
+# pyright: reportPrivateUsage=false
 WORDS = 211
+VIEWS = {
+    *("as_strided", "detach", "expand", "select", "slice", "split", "split_with_sizes", "t"),
+    *("transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "empty", "new_empty", "alias"),
+    *("empty_like", "lift_fresh"),
+}
 
 
-def _model(family: str, dtype: torch.dtype) -> Any:
+def _model(family: str, dtype: torch.dtype, num_layers: int = 3) -> Any:
     torch.manual_seed(0)
     config: Any = getattr(transformers, f"{family}Config")(
-        hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+        hidden_size=64, intermediate_size=112, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=WORDS, tie_word_embeddings=family != "Llama",
     )  # fmt: skip
     auto: Any = transformers.AutoModelForCausalLM
@@ -127,3 +141,108 @@ def test_on_a_gpu_what_is_compiled_is_what_is_not(
     assert _distance(compiled[0], plain[0]) < 1e-3
     assert _distance(compiled[1], exact[1]) <= _distance(plain[1], exact[1]) * 1.2
     assert _distance(compiled[1], plain[1]) < 0.015
+
+
+# --- kernels
+
+_KERNELS = {
+    "_sum_norm_at_once": 1, "_before_sum_norm_at_once": 2, "_turned_at_once": 1,
+    "_heads_turned_back_at_once": 3, "_product_at_once": 1, "_before_product_at_once": 1,
+}  # fmt: skip
+_MOST_OF_A_LAYER = 45
+
+
+def _launches(num_layers: int) -> int:
+    """Kernels of a micro-batch that is trained on, but for those of the head."""
+    ops = CountedOps()
+
+    def call(self: Compiled, *inputs: Any) -> Any:
+        before = ops.counts.copy()
+        with torch.no_grad():
+            made = self.function(*inputs)
+        ops.counts = before + Counter({"compiled": _KERNELS[self.function.__name__]})
+        return made
+
+    model = _model("Qwen2", torch.bfloat16, num_layers).to("meta")
+    with pytest.MonkeyPatch.context() as patch:
+        use_functions(patch, call)
+        patch.setattr(AddedGradients, "devices", frozenset({"meta"}))
+        patch.setattr(weight_gradients, "add_product", lambda total, left, right: total.add_(1))  # pyright: ignore[reportUnknownLambdaType]
+        patch.setattr(varlen, "most_head_size", lambda device: 256)  # pyright: ignore[reportUnknownLambdaType]
+        patch.setattr(varlen, "flash_forward", _flash_forward)
+        patch.setattr(varlen, "flash_backward", _flash_backward)
+        flat = FlatParameters(model, fused_names(model.model, "model."))
+        backbone = LeanBackbone(model.model, flat, "model.")
+        flat.enable_gradients()
+        tokens = torch.zeros(3, 1500, dtype=torch.int64)
+        pack = pack_rows(tokens, tokens == 0)
+        pack = replace(pack, tokens=pack.tokens.to("meta"), read=pack.read.to("meta"))
+        with ops:
+            backbone.states(pack).sum().backward()
+    return sum(n for name, n in ops.counts.items() if name not in VIEWS)
+
+
+def _flash_forward(query: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return query + 1, *(query.new_empty(0) for _ in range(3))
+
+
+def _flash_backward(upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return query + 1, key + 1, value + 1  # three kernels, as many as it has
+
+
+def test_a_layer_of_training_is_few_kernels() -> None:
+    assert 2 * 30 < _launches(4) - _launches(2) <= 2 * _MOST_OF_A_LAYER
+
+
+_ROWS, _B16, _F32 = 4096, torch.bfloat16, torch.float32
+_STATES, _NORM, _TABLE = ((_ROWS, 1536), _B16), ((1536,), _B16), ((_ROWS, 1, 64), _B16)
+_QUERY, _KEY = ((_ROWS, 12, 128), _B16), ((_ROWS, 2, 128), _B16)
+_GATE_UP, _UPSTREAM = ((_ROWS, 2 * 8960), _B16), ((_ROWS, 8960), _B16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+@pytest.mark.parametrize(
+    ("function", "inputs", "kilobytes"),
+    [
+        (partial(fused._sum_norm_at_once, eps=1e-6), [_STATES, _STATES, _NORM], 12.3),
+        (
+            partial(fused._before_sum_norm_at_once, eps=1e-6, needs_norm=True, needs_normed=True),
+            [_STATES, _STATES, ((_ROWS, 1), _F32), _NORM, _STATES],
+            15.5,
+        ),
+        (fused._product_at_once, [_GATE_UP], 53.8),
+        (partial(fused._before_product_at_once, needs_product=True), [_UPSTREAM, _GATE_UP], 107.5),
+        (fused._turned_at_once, [((_ROWS, 14, 128), _B16), _TABLE, _TABLE], 7.4),
+        (fused._heads_turned_back_at_once, [_QUERY, _KEY, _KEY, _TABLE, _TABLE], 8.5),
+    ],
+    ids=["sum and norm", "its gradient", "product", "its gradients", "rotation", "its gradient "],
+)  # fmt: skip
+def test_bytes_that_functions_move_for_a_token_of_a_layer_of_a_1_5b(
+    function: Any, inputs: list[Any], kilobytes: float
+) -> None:
+    """Those of what they are given and give, and not twice those."""
+    name = getattr(function, "func", function).__name__
+    kernels, num_bytes = kernels_of(function, *inputs)
+    assert kernels == _KERNELS[name]
+    assert num_bytes / _ROWS / 1000 == pytest.approx(kilobytes, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_logit_is_read_once_forward_and_replaced_once(with_entropy: bool) -> None:
+    logits: Any = [((512, 151_936), _B16), ((), _F32)]
+    rows: Any = [((512,), _F32)] * (5 if with_entropy else 3)
+
+    def change(logits: Tensor, by: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
+        head._change_at_once(logits, by, a, b, c)
+
+    sums = partial(head._sums_at_once, weighted=with_entropy)
+    for function, inputs, most in (
+        (sums, logits, 2.1),
+        (head._change_at_once if with_entropy else change, [*logits, *rows], 4.1),
+    ):
+        kernels, num_bytes = kernels_of(function, *inputs)
+        assert kernels == 1
+        assert num_bytes <= most * 512 * 151_936

@@ -59,7 +59,7 @@ learns from what it samples, in comparison with a reference, and from data alone
 
 def first_notes(run: Run, *, tries: bool = False) -> list[str]:
     """Describe before the first step placement, models, evaluations and rows left out."""
-    lines = [run.note, run.data.about_tools]
+    lines = [run.note, untried(run), run.data.about_tools]
     why = not_reproducible(run)
     lines.append(why and f"not reproducible: {why}")
     lines += not_exact(run, tries=tries)
@@ -73,6 +73,20 @@ def first_notes(run: Run, *, tries: bool = False) -> list[str]:
         for note, count in report.notes.items():
             lines.append(f"{note} ({count} rows)" if count else note)
     return [line for line in lines if line]
+
+
+def untried(run: Run) -> str:
+    """Parts of a run on GPUs that have never run on one, and where to read on; "" if all have."""
+    if not run.executor.device.startswith("cuda"):
+        return ""
+    engines = (run.engines.runs(s.graph, node) for s in run.stages for node in s.graph.nodes)
+    parts = sorted({engine.name for engine in engines if not engine.tried_on_gpus})
+    groups = run.main.placement.groups
+    named = {device for group in groups for device in group.devices}
+    if len(named) + sum(group.num_processes for group in groups if not group.devices) > 1:
+        parts.append("several GPUs (NCCL)")
+    what = ", ".join(parts)
+    return f"never run on GPUs so far: {what}; docs/gpu.md says what has" if parts else ""
 
 
 def statistics(run: Run) -> list[str]:

@@ -100,6 +100,8 @@ class EngineKind:
     """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None
     """Packages that must be installed."""
+    tried_on_gpus: bool = True
+    """Whether it has ever run on a GPU; a run on one says so if not."""
     division: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.tp, layout.pp)
     """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""

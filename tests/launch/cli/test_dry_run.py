@@ -68,6 +68,7 @@ def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_
     assert said.out == (
         "grpo can start; this was a dry run, and nothing was started\n"
         "cluster  h100: 3 nodes x 4 h100 = 12 devices\n"
+        "never run on GPUs so far: several GPUs (NCCL); docs/gpu.md says what has\n"
         f"{DATA}"
         "group    process  rank  node  device  memory  roles\n"
         "train    0        0     0     0       -       actor, reward\n"
@@ -83,7 +84,7 @@ def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN, "schedule=streaming", "schedule.streaming=7")
     assert said.code == 0, said.err
-    assert said.out.splitlines()[6:10] == [
+    assert said.out.splitlines()[7:11] == [
         "streaming  grpo: a step's rows go on in 8 parts, for 7 and the ranks of all groups",
         "  actor.generate streams: a part goes on when its last row has ended",
         "  actor.train streams: it takes the parts of actor.generate one by one, by the length of "

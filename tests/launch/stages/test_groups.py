@@ -9,6 +9,7 @@ from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
+from penstock.launch.stages.report import first_notes
 from penstock.launch.stages.worker_specs import worker_spec
 
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
@@ -88,6 +89,10 @@ TURNS = (
     "executor.device=cuda executor.tensor_parallel.train=2 executor.tensor_parallel.rollout=2 "
     "executor.nodes.actor.generate=rollout "
 )
+ALONE = (
+    "rollout=vllm executor.groups.train=1 executor.groups.rollout=1 executor.device=cuda "
+    "executor.nodes.actor.generate=rollout executor.devices.train=[0] executor.devices.rollout=[0]"
+)
 ON_THE_SAME = "executor.devices.train=[0,1] executor.devices.rollout=[0,1] "
 
 
@@ -104,3 +109,24 @@ def test_vllm_is_told_what_keeps_memory_of_its_devices(words: str, found: tuple[
     run = prepare(run_of(words), dry=True)
     spec: Any = worker_spec(run.main, "actor", run, {})
     assert (spec.rollout.sleeping_beside, spec.rollout.sent_from) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("executor.groups.all=1", None),
+        ("executor.groups.all=1 executor.device=cuda", None),
+        (
+            "executor.groups.all=2 executor.device=cuda",
+            "several GPUs (NCCL)",
+        ),
+        (TURNS + ON_THE_SAME, "vllm, several GPUs (NCCL)"),
+        (ALONE, "vllm"),
+    ],
+)
+def test_a_run_says_which_of_its_paths_never_ran_on_a_gpu(words: str, said: str | None) -> None:
+    if "vllm" in words:
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+    notes = [line for line in first_notes(prepare(run_of(words), dry=True)) if "never run" in line]
+    expected = f"never run on GPUs so far: {said}; docs/gpu.md says what has"
+    assert notes == ([] if said is None else [expected])

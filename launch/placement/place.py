@@ -18,8 +18,9 @@ from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
+from ...planner.cost.engine_model import DEVICE_SHARE, tokens_on_device
 from ...planner.formatting import aligned, bytes_text, seconds_text
-from ...planner.inputs.calls import CALL_KINDS, Workload, calls_of
+from ...planner.inputs.calls import CALL_KINDS, Call, Lengths, Workload, calls_of
 from ...planner.inputs.cluster import ClusterSpec, halvings, part
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
@@ -36,7 +37,14 @@ from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run, executor_kind
 from ..inputs.sizes import check_stage, train_items
 from .acting import acting_nodes, acting_plan, task_profile, verifier_costs, with_group_size
-from .machine import PlannedMachine, analytic_cpus, idle_gpus, planned_machine, threads_of
+from .machine import (
+    PlannedMachine,
+    analytic_cpus,
+    gpus_here,
+    idle_gpus,
+    planned_machine,
+    threads_of,
+)
 from .models import PlanInputs
 
 if TYPE_CHECKING:
@@ -157,9 +165,67 @@ def with_placement(run: Run, plan: Plan) -> Run:
     for stage in (*stages, replace(main, placement=placement)):
         check_tables(stage.graph, stage.at)
         check_stage(stage, run.config.schedule)
+    plan = _with_micro_batches(run, plan, placement)
     options = planned_options(plan, main, run.engines, placement)
     main = replace(main, placement=placement, planned_options=options)
     return replace(run, stages=(*stages, main), plan=plan)
+
+
+_LONG = Workload(
+    num_prompts=4096,
+    samples_per_prompt=1,
+    prompt=Lengths.constant(1),
+    response=Lengths.constant(1023),
+)
+"""Enough rows to fill any micro-batch, where a plan by hand says nothing of the rows."""
+
+
+def _with_micro_batches(run: Run, plan: Plan, placement: Placement) -> Plan:
+    """The plan with the tokens that each worker on a GPU computes at once, if it says nothing.
+
+    What it does not say either, because a model or the device is not known here, each worker finds
+    out for itself, as if it had its device alone.
+    """
+    graph, engines, room = run.main.graph, run.engines, _device_bytes(run, plan)
+    if plan.micro_batch_tokens or room is None:
+        return plan
+    try:
+        calls = calls_of(graph, _LONG, PlanInputs(run).models({}))
+    except (ConfigError, PlanError):
+        return plan
+    found: dict[str, int] = {}
+    for group in placement.groups:
+        held = 0
+        asked: dict[str, list[tuple[Call, Layout]]] = {}
+        for call in sorted(calls, key=lambda call: call.kind != "train"):
+            node = graph[call.name]
+            if placement.nodes[call.name] != group.name or call.role in engines.own:
+                continue
+            if call.kind == "generate" and (call.role in asked or engines.apart(graph, node)):
+                continue
+            options = {**engines.options_of(call.role), **run.main.roles[call.role].options}
+            layout = plan.layouts.get(call.name, Layout()).model_copy(
+                update={"checkpointing": options.get("activation_checkpointing", False)}
+            )
+            if call.role not in asked and not options.get("offload"):
+                held += engines.runs(graph, node).planned.memory.resident(call, layout).total
+            asked.setdefault(call.role, [])
+            asked[call.role] += [(call, layout)] if call.kind != "generate" else []
+        for role, of_role in asked.items():
+            tokens = tokens_on_device(engines.trainer(role).planned, of_role, room - held)
+            found |= {call.name: tokens for call, _ in of_role if tokens is not None}
+    return plan.model_copy(update={"micro_batch_tokens": found})
+
+
+def _device_bytes(run: Run, plan: Plan) -> int | None:
+    """Bytes for tensors on each GPU of a run; None if it has none, or it is not known."""
+    if not run.executor.device.startswith("cuda"):
+        return None
+    cluster = plan.cluster if isinstance(plan.cluster, ClusterSpec) else run.cluster
+    if cluster is not None:
+        devices = [group.device for group in cluster.node_groups]
+        return min(device.memory_bytes - device.reserved_bytes for device in devices)
+    return min((int(DEVICE_SHARE * gpu.memory_bytes) for gpu in gpus_here()), default=None)
 
 
 def placed(run: Run) -> Run:

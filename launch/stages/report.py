@@ -59,7 +59,7 @@ learns from what it samples, in comparison with a reference, and from data alone
 
 def first_notes(run: Run, *, tries: bool = False) -> list[str]:
     """Describe before the first step placement, models, evaluations and rows left out."""
-    lines = [run.note, untried(run), run.data.about_tools]
+    lines = [run.note, untried(run), run.data.about_tools, about_micro_batches(run)]
     why = not_reproducible(run)
     lines.append(why and f"not reproducible: {why}")
     lines += not_exact(run, tries=tries)
@@ -87,6 +87,21 @@ def untried(run: Run) -> str:
         parts.append("several GPUs (NCCL)")
     what = ", ".join(parts)
     return f"never run on GPUs so far: {what}; docs/gpu.md says what has" if parts else ""
+
+
+def about_micro_batches(run: Run) -> str:
+    """The tokens that each role computes at once on a GPU, where launching decides that."""
+    if not run.executor.device.startswith("cuda"):
+        return ""
+    roles: dict[int, list[str]] = {}
+    for role, groups in run.main.planned_options.items():
+        own = {**run.engines.options_of(role), **run.main.roles[role].options}
+        for options in groups.values():
+            tokens = {**options, **own}.get("micro_batch_tokens")
+            if tokens is not None and role not in roles.setdefault(tokens, []):
+                roles[tokens].append(role)
+    said = (f"{tokens:,} tokens of {' and '.join(names)}" for tokens, names in roles.items())
+    return f"micro-batches: {'; '.join(said)}" if roles else ""
 
 
 def statistics(run: Run) -> list[str]:

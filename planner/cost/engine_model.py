@@ -10,7 +10,7 @@ with which costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +62,13 @@ class EngineMemory:
         """
         return transient_parts(call, layout, borrows=borrows, rows=rows)
 
+    def packed(self, call: Call, layout: Layout, micro_batch_tokens: int) -> Parts:
+        """The same for a forward or train call on a GPU, for micro-batches of so many tokens.
+
+        Asked of engines that pack tokens and choose how many (`EngineModel.packs_on_device`).
+        """
+        return self.transient(call, layout, on_cpu=False)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineModel:
@@ -79,6 +86,8 @@ class EngineModel:
     # tokens of a micro-batch, if the engine packs rows of any length into one; else micro-batches
     # are a number of rows, which the plan chooses
     packs_tokens: int | None = None
+    # the larger micro-batches that it makes on a GPU where they fit, the largest first
+    packs_on_device: Callable[[ModelShape], tuple[int, ...]] = lambda shape: ()
     # whether it computes a prompt once for all of its rows in a minibatch
     shares_prompts: bool = False
     # whether the head is computed only where a token of a response is predicted
@@ -105,6 +114,30 @@ class EngineModel:
         if call.converses and layout.tp * layout.pp > 1 and not self.divides_conversations:
             return f"engine '{self.name}' holds conversations in one process of each rank"
         return self.why_not(layout, call.kind, call.model)
+
+
+DEVICE_SHARE = 0.9
+"""Share of a GPU's memory that tensors may have, where nothing is known of what else it holds."""
+
+
+def tokens_on_device(
+    engine: EngineModel, calls: Sequence[tuple[Call, Layout]], room_bytes: int
+) -> int | None:
+    """Tokens of a worker's micro-batches on a GPU: the most that fit, at least `packs_tokens`.
+
+    Args:
+        engine: What computes them.
+        calls: Forward and train calls of the worker.
+        room_bytes: What the device has beside all that is held between calls. Follows from its size
+            and from models, not from what is free at a time: results depend on it by rounding.
+    """
+    if engine.packs_tokens is None:
+        return None
+    sizes = engine.packs_on_device(calls[0][0].model) if calls else ()
+    for tokens in sizes:
+        if all(engine.memory.packed(*call, tokens).total <= room_bytes for call in calls):
+            return tokens
+    return engine.packs_tokens
 
 
 # an engine that runs every legal layout

@@ -310,6 +310,9 @@ class Parts(NamedTuple):
     def plus(self, other: Parts) -> Parts:
         return Parts(*map(int.__add__, self, other))
 
+    def less(self, other: Parts) -> Parts:
+        return Parts(*map(int.__sub__, self, other))
+
     @property
     def largest(self) -> str:
         return max(zip(self, self._fields, strict=True), key=lambda pair: pair[0])[1]

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
 from ..cost.calibration import Constants
-from ..cost.engine_model import RoleEngines
+from ..cost.engine_model import RoleEngines, tokens_on_device
 from ..cost.memory import GroupLedger, Parts
 from ..cost.time_model import TimeModel
 from ..cost.time_parts import CallTime
@@ -428,6 +429,13 @@ def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:
     )
 
 
+class _Explained(NamedTuple):
+    group: GroupAssignment
+    held: Mapping[str, Parts]  # call group -> what is held between calls
+    plans: Mapping[str, CallPlan]  # call -> how it runs
+    tokens: Mapping[str, int]  # forward or train call -> of its micro-batches
+
+
 @dataclass(frozen=True)
 class _Writer:
     graph: Graph
@@ -447,6 +455,9 @@ class _Writer:
             for name, group in zip(names, best.groups, strict=True)
             for node in self.nodes
             if node.call_group in group.call_groups
+        }
+        explained = {
+            name: self._explained(group) for name, group in zip(names, best.groups, strict=True)
         }
         nodes = place_ops(
             self.graph,
@@ -468,15 +479,16 @@ class _Writer:
             nodes=nodes,
             layouts={call.name: layouts[call.name] for call in self.calls},
             micro_batch_tokens={
-                call.name: self.table.micro_batch_tokens(call, layouts[call.name])
+                call.name: explained[name].tokens[call.name]
                 for call in self.calls
                 if call.kind != "generate"
+                for name in [calls[call.name]]
             },
             role_options=dict(self._processes(best)),
             max_lag=best.max_lag,
             cluster=self.cluster,
             prediction=self._prediction(
-                names, workload, constants, self._streamed(nodes, constants, num_parts)
+                explained, workload, constants, self._streamed(nodes, constants, num_parts)
             ),
         )
 
@@ -489,6 +501,64 @@ class _Writer:
                 made = _group("group", self.cluster.device_type, group)
                 number *= made.tensor_parallel * made.pipeline_parallel
                 yield one.role, {"num_processes": min(number, one.profile.most)}
+
+    def _explained(self, group: GroupAssignment) -> _Explained:
+        sources = sources_of(self.nodes)
+        held: dict[str, Parts] = {}
+        plans: dict[str, CallPlan] = {}
+        for call_group, option in group.options.items():
+            if not option.layouts:  # it verifies, and holds nothing on a device
+                continue
+            here = [name for name in group.call_groups if sources.get(name) == call_group]
+            parts, found = self.table.explain(
+                call_group,
+                group.mesh,
+                option,
+                beside=tuple(here),
+                lagged=self.found.best.max_lag > 0,
+            )
+            plans |= found
+            held |= parts
+        tokens: dict[str, int] = {}
+        room = group.mesh.memory_bytes - sum(parts.total for parts in held.values())
+        of_worker: dict[str, list[Call]] = {}
+        for call in self.calls:
+            if call.name in plans and call.kind != "generate":
+                tokens[call.name] = self.table.micro_batch_tokens(call, plans[call.name].layout)
+                of_worker.setdefault(call.role, []).append(call)
+        for calls in [] if group.mesh.is_cpu else of_worker.values():
+            plans |= self._filled(calls, plans, tokens, room)
+        return _Explained(group, held, plans, tokens)
+
+    def _filled(
+        self,
+        calls: Sequence[Call],
+        plans: Mapping[str, CallPlan],
+        tokens: dict[str, int],
+        room: int,
+    ) -> dict[str, CallPlan]:
+        """The calls of a worker in the largest micro-batches that fit, with their memory."""
+        engine = self.table.engine_of(calls[0])
+        memory = engine.memory
+        if engine.packs_tokens is None:
+            return {}
+        own = {call.name: plans[call.name] for call in calls}
+        # What a call holds beside its activations: a view, or a model that waits in host memory.
+        beside = {
+            call.name: own[call.name].transient.less(
+                memory.transient(call, own[call.name].layout, on_cpu=False)
+            )
+            for call in calls
+        }
+        left = room - max(parts.total for parts in beside.values())
+        most = tokens_on_device(engine, [(call, own[call.name].layout) for call in calls], left)
+        if most is None or most == engine.packs_tokens:
+            return {}
+        for call in calls:
+            adds = memory.packed(call, own[call.name].layout, most)
+            own[call.name] = own[call.name]._replace(transient=beside[call.name].plus(adds))
+            tokens[call.name] = most
+        return own
 
     def _streamed(
         self, nodes: Mapping[str, str], constants: Constants, num_parts: int
@@ -526,40 +596,27 @@ class _Writer:
 
     def _prediction(
         self,
-        names: Sequence[str],
+        explained: Mapping[str, _Explained],
         workload: Workload,
         constants: Constants,
         streamed: StreamedStep | None,
     ) -> Prediction:
-        found, sources = self.found, sources_of(self.nodes)
+        found = self.found
         times: dict[str, CallPlan] = {}
         verified: dict[str, NodePrediction] = {}
         memory: dict[str, GroupMemory] = {}
-        for name, group in zip(names, found.best.groups, strict=True):
-            resident: dict[str, dict[str, int]] = {}
-            transient: dict[str, dict[str, int]] = {}
+        for name, (group, held, plans, _) in explained.items():
             for call_group, option in group.options.items():
-                if not option.layouts:  # it verifies, and holds nothing on a device
+                if not option.layouts:
                     seconds = option.durations_s[call_group]
                     verified[call_group] = NodePrediction(
                         duration_s=seconds, parts_s={"verification": seconds}
                     )
-                    continue
-                here = [name for name in group.call_groups if sources.get(name) == call_group]
-                held, plans = self.table.explain(
-                    call_group,
-                    group.mesh,
-                    option,
-                    beside=tuple(here),
-                    lagged=found.best.max_lag > 0,
-                )
-                times |= plans
-                resident |= {name: _bytes(parts) for name, parts in held.items() if parts.total}
-                transient |= {call: _bytes(plan.transient) for call, plan in plans.items()}
+            times |= plans
             memory[name] = GroupMemory(
-                resident_bytes=resident,
-                transient_bytes={c.name: transient[c.name] for c in self.calls
-                                 if c.name in transient},
+                resident_bytes={n: _bytes(parts) for n, parts in held.items() if parts.total},
+                transient_bytes={c.name: _bytes(plans[c.name].transient) for c in self.calls
+                                 if c.name in plans},
                 capacity_bytes=group.mesh.memory_bytes,
             )  # fmt: skip
         return Prediction(

@@ -25,6 +25,9 @@ from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 
+MICRO_BATCH_TOKENS = 4096
+"""Tokens that a worker computes at once on a CPU, unless its options say otherwise."""
+
 
 @dataclass(frozen=True)
 class Requirement:

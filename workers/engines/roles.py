@@ -37,6 +37,7 @@ from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
 from ..training.trainer import Forward
+from .engine import MICRO_BATCH_TOKENS
 
 ADAPTER = "adapter"
 """Below a saved model: the adapter that has been merged into it, if it was trained by one."""
@@ -53,14 +54,20 @@ class Recipe:
     """Architecture and weights; also a folder that such a worker saved."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen model, such as a reference."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Tokens a process computes at once in evaluation and training, padding not counted."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens a process computes at once in evaluation and training, padding not counted, and a
+    prompt once for rows that follow each other. By default 4,096, and on a GPU up to 16,384 if they
+    fit by the planner's ledger."""
     offload: bool = False
     """Whether the model waits in host memory while none of its calls runs."""
 
     def optimizer_on(self, context: WorkerContext) -> OptimizerSpec | None:
         """The optimizer on the group that trains the role; others only evaluate it."""
         return self.optimizer if "train" in context.methods or not context.methods else None
+
+    def tokens_at_once(self, context: WorkerContext, head: Head) -> int:
+        """`micro_batch_tokens`, or what stands for None there."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
     def check_group(self, context: WorkerContext) -> None:
         """Refuse a worker group that the model cannot be built on, without building anything.
@@ -109,7 +116,7 @@ class LanguageWorker(ModelWorker):
             context,
             self.network,
             recipe.optimizer_on(context),
-            recipe.micro_batch_tokens,
+            recipe.tokens_at_once(context, head),
             offload=recipe.offload,
         )
         self.head = head

@@ -147,6 +147,7 @@ class ModelWorker(Worker):
         if self._trainer is not None:
             state["optimizer_steps"] = self._trainer.optimizer.steps
             state["train_calls"] = self._trainer.calls
+        state["micro_batch_tokens"] = self._micro_batch_tokens  # for people: a bit depends on it
         described = (json.dumps(state, indent=2) + "\n").encode()
         write_files = self._state_files.take(files)
 

@@ -69,6 +69,7 @@ def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_
         "grpo can start; this was a dry run, and nothing was started\n"
         "cluster  h100: 3 nodes x 4 h100 = 12 devices\n"
         "never run on GPUs so far: several GPUs (NCCL); docs/gpu.md says what has\n"
+        "micro-batches: 16,384 tokens of actor\n"
         f"{DATA}"
         "group    process  rank  node  device  memory  roles\n"
         "train    0        0     0     0       -       actor, reward\n"

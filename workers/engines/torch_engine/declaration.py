@@ -31,15 +31,21 @@ from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
-from ....planner.cost.engine_model import EngineMemory, EngineModel, least_shared
+from ....planner.cost.engine_model import (
+    DEVICE_SHARE,
+    EngineMemory,
+    EngineModel,
+    least_shared,
+    tokens_on_device,
+)
 from ....planner.cost.memory import Parts, weight_bytes
 from ....planner.inputs.calls import Call, CallKind, Lengths
 from ....planner.inputs.layout import Layout
-from ....planner.inputs.model_shape import ModelShape
+from ....planner.inputs.model_shape import Head, ModelShape
 from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.microbatch import bounded
 from ...training.token_logprob import keeps_logits, most_logits
-from ..engine import EngineKind, why_not_as_usual
+from ..engine import MICRO_BATCH_TOKENS, EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
 from .packing import ALIGN, by_length, padded_tokens, padded_width, round_up
 
@@ -163,9 +169,9 @@ def _pack(
     )
 
 
-MICRO_BATCH_TOKENS = 4096
-"""The workers' own default of `micro_batch_tokens`."""
-
+_ON_DEVICE = (16_384, 8192)
+"""Tokens of a micro-batch on a GPU, if they fit."""
+_ROW = 1024  # tokens of the rows by which that is found out where no others are known
 _DECODE_ROWS = 512  # the generator's own default of `max_decode_rows`
 _LEAST_TOKENS, _LEAST_ROWS = 256, 8  # what is suggested where memory is short
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
@@ -209,6 +215,15 @@ class TorchMemory(EngineMemory):
         copy = weight_bytes(call.model, call.head, layout)
         return running._replace(weights=running.weights + copy)
 
+    def packed(self, call: Call, layout: Layout, micro_batch_tokens: int) -> Parts:
+        return torch_transient_parts(
+            _part(call, layout.tp) if layout.tp > 1 else call,
+            num_ranks=layout.dp,
+            micro_batch_tokens=micro_batch_tokens,
+            checkpointing=layout.checkpointing,
+            on_cpu=False,
+        )
+
 
 @lru_cache(maxsize=1 << 10)
 def _part(call: Call, tensor: int) -> Call:
@@ -226,7 +241,7 @@ class TorchSaving:
         return torch_transient_parts(
             call,
             num_ranks=num_ranks,
-            micro_batch_tokens=options.get("micro_batch_tokens", MICRO_BATCH_TOKENS),
+            micro_batch_tokens=options.get("micro_batch_tokens") or MICRO_BATCH_TOKENS,
             max_decode_rows=options.get("max_decode_rows", _DECODE_ROWS),
             checkpointing=options.get("activation_checkpointing", False),
         )
@@ -234,7 +249,7 @@ class TorchSaving:
     def for_training(self, options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         # Activations computed again, then ever smaller micro-batches.
         again = {"activation_checkpointing": True}
-        tokens = int(options.get("micro_batch_tokens", MICRO_BATCH_TOKENS))
+        tokens = int(options.get("micro_batch_tokens") or MICRO_BATCH_TOKENS)
         yield again
         while tokens >= 2 * _LEAST_TOKENS:
             tokens //= 2
@@ -517,6 +532,32 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     return why_not_as_usual("torch", layout, kind)
 
 
+def _packs_on_device(shape: ModelShape) -> tuple[int, ...]:
+    # Others go through transformers, whose layers and logits hold more.
+    packs = shape.family in DIVIDED_FAMILIES and not shape.num_experts
+    return _ON_DEVICE if packs else ()
+
+
+def tokens_alone(
+    shape: ModelShape, head: Head, *, trained: bool, checkpointing: bool, device_bytes: int
+) -> int:
+    """Tokens of the micro-batches of a model that has a GPU of that size for itself."""
+    call = Call(
+        name="",
+        role="",
+        kind="train" if trained else "forward",
+        model=shape,
+        head=head,
+        trained=trained,
+        num_sequences=max(_ON_DEVICE) // _ROW,
+        prompt=Lengths.constant(1),
+        response=Lengths.constant(_ROW - 1),
+    )
+    room = int(DEVICE_SHARE * device_bytes) - torch_resident_parts(call).total
+    layout = Layout(checkpointing=checkpointing)
+    return tokens_on_device(TORCH.planned, [(call, layout)], room) or MICRO_BATCH_TOKENS
+
+
 def _computes(model: Any) -> str:
     from .backbone import is_lean
 
@@ -531,6 +572,7 @@ TORCH = EngineKind(
         zero_stages=(0,),
         sequence_parallel=False,
         packs_tokens=MICRO_BATCH_TOKENS,
+        packs_on_device=_packs_on_device,
         shares_prompts=True,
         reads_responses=True,
         draws_minibatches=True,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ....dataflow.errors import ConfigError
+from ....dataflow.errors import ConfigError, PlanError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.inputs.model_shape import adapter_params, shape_of
 from ....planner.resharding.sharding import Sharding
 from ...models.architecture import empty_model
 from ...models.lora import LoraSpec, adapt
@@ -20,7 +22,9 @@ from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
 from ...training.host_memory import HostCopy, dropped, keep_few_kernels
 from ...training.network import LanguageNetwork
+from ..engine import MICRO_BATCH_TOKENS
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
+from .declaration import tokens_alone
 from .generator import TorchGenerator
 from .network import (
     SplitWeights,
@@ -81,6 +85,27 @@ class TorchModel:
         assert isinstance(self, Recipe)
         trained = self.optimizer_on(context) is not None
         check_divided(self.model, context, trained=trained, lora=self.lora)
+
+    def tokens_at_once(self, context: WorkerContext, head: Head) -> int:
+        """The plan's number, or else as if the model had the device for itself."""
+        assert isinstance(self, Recipe)
+        if self.micro_batch_tokens is not None or not context.device.startswith("cuda"):
+            return Recipe.tokens_at_once(self, context, head)
+        try:
+            shape = shape_of(self.model.config.to_dict(), dtype=self.model.dtype)
+        except PlanError:
+            return MICRO_BATCH_TOKENS
+        if self.lora:
+            lora = self.lora.resolved()
+            adapters = adapter_params(shape, lora.rank, lora.target_modules)
+            shape = shape.model_copy(update={"adapter_params": adapters})
+        return tokens_alone(
+            shape,
+            "scalar" if head.is_scalar else "vocabulary",
+            trained=self.optimizer_on(context) is not None,
+            checkpointing=self.activation_checkpointing,
+            device_bytes=torch.cuda.get_device_properties(context.device).total_memory,
+        )
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         keep_few_kernels()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +15,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Demonstrations
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.planner.cost.engine_model import tokens_on_device
 from penstock.planner.cost.memory import Parts
 from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.workers.engines.torch_engine.declaration import (
+    TORCH,
     TorchMemory,
     expected_packs,
+    tokens_alone,
     torch_resident_parts,
     torch_transient_parts,
 )
 from penstock.workers.engines.torch_engine.packing import pack_rows
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.models.spec import Head, ModelSpec
 from penstock.workers.training.flat_parameters import ADDED_AT_ONCE
 from penstock.workers.training.host_memory import sent
 from penstock.workers.training.microbatch import micro_batches
+from torch_models import FAMILIES
 
 from ....planner.cost.memory_cases import TINY, make_call
 
@@ -182,6 +190,43 @@ def test_a_shared_prompt_is_computed_once() -> None:
     short = make_call(model=TINY, head="scalar", samples_per_prompt=8, **rows(32, 7, 64))
     once = dataclasses.replace(short, samples_per_prompt=1)
     assert torch_transient_parts(short) == torch_transient_parts(once)
+
+
+def test_micro_batches_on_a_gpu_follow_from_its_size_and_the_model() -> None:
+    large = ModelShape(
+        name="1.5b", family="qwen2", hidden_size=1536, num_layers=28, num_heads=12, num_key_heads=2,
+        head_dim=128, intermediate_size=8960, vocab_size=151_936, tied_embeddings=True,
+    )  # fmt: skip
+
+    def tokens(size: float, shape: ModelShape = large, *, trained: bool = True) -> int:
+        return tokens_alone(
+            shape, "vocabulary", trained=trained, checkpointing=False, device_bytes=int(size)
+        )
+
+    assert (tokens(80e9), tokens(52e9), tokens(24e9)) == (16_384, 8192, 4096)
+    assert tokens(24e9, trained=False) == 16_384
+    assert tokens(1e12, large.model_copy(update={"family": "gemma2"})) == 4096
+    # Beside a critic and a reference: what they hold is taken from what there is.
+    call = make_call(model=large, **rows(16, 1, 1023))
+    held = torch_resident_parts(call).total
+    room = 77_000_000_000 - 2 * held - 2 * large.num_params()
+    assert tokens_on_device(TORCH.planned, [(call, Layout())], room) == 8192
+
+
+def test_a_worker_on_a_gpu_chooses_its_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TorchPolicySpec(model=ModelSpec(architecture=FAMILIES["qwen2"]), end_ids=(2,))
+    memory = {"cuda:0": 80e9, "cuda:1": 1e6}
+
+    def properties(device: str) -> Any:
+        return SimpleNamespace(total_memory=int(memory[device]))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    found = [
+        made.tokens_at_once(WorkerContext("actor", device=device), Head("lm_head"))
+        for made in (spec, dataclasses.replace(spec, micro_batch_tokens=100))
+        for device in ("cpu", "cuda", "cuda:1")
+    ]
+    assert found == [4096, 16_384, 4096, 100, 100, 100]
 
 
 @given(

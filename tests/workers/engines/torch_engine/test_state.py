@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from hashlib import sha256
@@ -52,6 +53,7 @@ def test_a_resumed_worker_goes_on_bit_for_bit(
     assert resumed.weights_sha256() == whole.weights_sha256()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+    assert json.loads((tmp_path / "state.json").read_text())["micro_batch_tokens"] == 4096
 
 
 def _trains(policy: PolicyWorker, state: Path) -> None:

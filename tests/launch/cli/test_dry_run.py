@@ -85,7 +85,7 @@ def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN, "schedule=streaming", "schedule.streaming=7")
     assert said.code == 0, said.err
-    assert said.out.splitlines()[7:11] == [
+    assert said.out.splitlines()[8:12] == [
         "streaming  grpo: a step's rows go on in 8 parts, for 7 and the ranks of all groups",
         "  actor.generate streams: a part goes on when its last row has ended",
         "  actor.train streams: it takes the parts of actor.generate one by one, by the length of "

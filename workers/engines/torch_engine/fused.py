@@ -10,6 +10,7 @@ size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class _SumNormLinear(torch.autograd.Function):
 
 
 def _norm(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """The norm, and on CUDA, what each row was multiplied by."""
+    """The norm, and on CUDA what each row was multiplied by."""
     if not has_kernels(x):
         return F.rms_norm(x, (x.shape[-1],), norm, eps), None
     return _ATEN._fused_rms_norm(x, [x.shape[-1]], norm, eps)
@@ -174,17 +175,9 @@ def _sum_norm_at_once(x: Tensor, change: Tensor, norm: Tensor, eps: float) -> tu
 
 
 def _before_sum_norm_as_it_is(
-    upstream: Tensor,
-    total: Tensor,
-    scale: Tensor,
-    norm: Tensor,
-    after: Tensor,
-    eps: float,
-    needs_norm: bool,
-    needs_normed: bool,
+    upstream: Tensor, total: Tensor, scale: Tensor, norm: Tensor, after: Tensor, *asked: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    inputs = (upstream, total, scale, norm, eps, needs_norm, needs_normed)
-    to_total, to_norm, normed = _before_norm_alone(*inputs)
+    to_total, to_norm, normed = _before_norm_alone(upstream, total, scale, norm, *asked)
     return to_total.add_(after), to_norm, normed
 
 
@@ -267,14 +260,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def _turned_as_it_is(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turn(x, cos, sin, 1)
-
-
-def _turned_back_as_it_is(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turn(x, cos, sin, -1)
-
-
 def _heads_turned_back_as_it_is(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
@@ -329,9 +314,9 @@ def _rotated_into_as_it_is(
     values: Tensor,
     where: Tensor,
 ) -> Tensor:
-    keys.index_put_((where,), _turned_as_it_is(key, cos, sin))
+    keys.index_put_((where,), _turn(key, cos, sin, 1))
     values.index_put_((where,), value)
-    return _turned_as_it_is(query, cos, sin)
+    return _turn(query, cos, sin, 1)
 
 
 def _rotated_into_at_once(
@@ -356,8 +341,8 @@ def _rotated_into_at_once(
     return turned(query)
 
 
-_turned = Compiled(_turned_at_once, (0, 1, 2), _turned_as_it_is)
-_turned_back = Compiled(_turned_back_at_once, (0, 1, 2), _turned_back_as_it_is)
+_turned = Compiled(_turned_at_once, (0, 1, 2), partial(_turn, sign=1))
+_turned_back = Compiled(_turned_back_at_once, (0, 1, 2), partial(_turn, sign=-1))
 _heads_turned_back = Compiled(
     _heads_turned_back_at_once, (0, 1, 2, 3, 4), _heads_turned_back_as_it_is
 )

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from gpu_case import SAMPLES, Bench, DeviceModel, Figure, batch_of, packs_seen, prompts_of
 from gpu_compute import mfu, train_step
+from gpu_generate import drop_captures
 from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.language_tables import Rollout
 from penstock.dataflow.runtime.call_context import call_scope
@@ -26,7 +27,6 @@ from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.training.host_memory import MEMORY_TO_SPARE
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,12 +36,6 @@ SAMPLED = 7
 EXACT_ROWS = 8
 """Rows whose log-probabilities are computed in float32 as well."""
 GENERATED_TOKENS = 64
-
-
-def _drop_captures() -> None:
-    """Drop steps that are captured, for a switch does nothing to them."""
-    for one in [*MEMORY_TO_SPARE]:
-        one.give_up()
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,9 @@ class Switch:
                     owner = getattr(owner, part)
                 off = owner._plain if value is _PLAIN else value
                 stack.enter_context(mock.patch.object(owner, name, off))
-            _drop_captures()
+            drop_captures()
             yield
-        _drop_captures()
+        drop_captures()
 
 
 _PLAIN = object()
@@ -147,14 +141,18 @@ def _trained(bench: Bench, name: str) -> Iterator[Figure]:
         with switch.switched_off(policy), packs_seen() as packs:
             first_s = meter.once(lambda step=step: train_step(policy, batch, step))
         error = float((_gradient(policy) - grad).norm() / grad.norm())
-        meter.peak_gib(reset=True)
         on_s, off_s, peak_gib = list[float](), list[float](), None
+
+        def take_turn(seconds: list[float], step: int = step) -> float | None:
+            train_step(policy, batch, step)  # torch gives memory of other sizes back
+            meter.peak_gib(reset=True)
+            seconds.append(meter.once(lambda: train_step(policy, batch, step)))
+            return meter.peak_gib()
+
         for _ in range(TURNS):
             with switch.switched_off(policy):
-                off_s.append(meter.once(lambda step=step: train_step(policy, batch, step)))
-                peak_gib = meter.peak_gib(reset=True)
-            on_s.append(meter.once(lambda step=step: train_step(policy, batch, step)))
-            meter.peak_gib(reset=True)
+                peak_gib = take_turn(off_s)
+            take_turn(on_s)
         yield Figure(
             name=f"train call without {switch.name} over the call with it, {name}",
             value=median(off_s) / median(on_s),

@@ -157,7 +157,8 @@ def _threads() -> dict[int, str]:
         thread.ident: thread.name
         for thread in threading.enumerate()
         if thread.ident is not None
-        and type(thread).__name__ != "TMonitor"
+        # The second stands for a thread of C++ that has run Python, as autograd's of a GPU do.
+        and type(thread).__name__ not in ("TMonitor", "_DummyThread")
         and not thread.name.startswith(_KEPT_THREADS)
     }
 

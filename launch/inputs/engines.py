@@ -31,7 +31,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ...workers.weight_sync.channel import Transport
+from ...workers.weight_sync.channel import ON_DEVICE, Transport
 
 ENV_SPECS = Registry[Any](
     {
@@ -73,7 +73,7 @@ class _Pair(NamedTuple):
 
     def planned(self, transport: Transport) -> RoleEngines:
         rollout = self.rollout and self.rollout.planned
-        return RoleEngines(self.train.planned, rollout, keeps_sent=transport == "cuda_ipc")
+        return RoleEngines(self.train.planned, rollout, keeps_sent=transport in ON_DEVICE)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.scores import CheckedRewardSpec
 from ...workers.training.optimizer import OptimizerSpec
-from ...workers.weight_sync.channel import Transport
+from ...workers.weight_sync.channel import ON_DEVICE, Transport
 from ..inputs.data import Data, acted_in, env_task, game_task
 from ..inputs.engines import (
     ENV_SPECS,
@@ -348,7 +348,7 @@ def _beside(stage: Stage, role: str, transport: Transport) -> tuple[int, int]:
     home, turns = placement.home(stage.graph, role), sharing(placement.groups)
     hosts = [name for name in placement.hosts(stage.graph, role) if name != home]
     beside = max((turns.get(name, frozenset()) for name in hosts), key=len, default=frozenset())
-    if home is None or home not in beside or transport != "cuda_ipc":
+    if home is None or home not in beside or transport not in ON_DEVICE:
         return len(beside), 0
     trained = placement.group(home)
     return len(beside), trained.tensor_parallel * trained.pipeline_parallel

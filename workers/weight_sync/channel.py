@@ -151,6 +151,9 @@ _FOLDER = "penstock.workers.weight_sync"
 Transport = Literal["object_store", "cuda_ipc"]
 """Names of channels in the configuration."""
 
+ON_DEVICE: frozenset[Transport] = frozenset({"cuda_ipc"})
+"""Channels whose buckets stay in the memory of a GPU that both groups take turns on."""
+
 DEFAULT_TRANSPORT: Transport = "object_store"
 """The channel of a run that names none."""
 
@@ -167,7 +170,7 @@ def check_transport(
     transport: Transport, routes: Iterable[tuple[DeviceGroup, DeviceGroup]]
 ) -> None:
     """Require that weights can get by a channel wherever they go."""
-    if transport != "cuda_ipc":
+    if transport not in ON_DEVICE:
         return
     for sender, receiver in routes:
         reason = _why_not_shared(sender, receiver)

@@ -31,7 +31,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ...workers.weight_sync.channel import ON_DEVICE, Transport
+from ...workers.weight_sync.channel import DEFAULT_TRANSPORT, ON_DEVICE, Transport
 
 ENV_SPECS = Registry[Any](
     {
@@ -139,7 +139,9 @@ class Engines:
         language = issubclass(graph.roles[node.role], (Policy, ValueModel, RewardModel))
         return language and self.runs(graph, node).planned.views
 
-    def planned(self, transport: Transport) -> tuple[RoleEngines, dict[str, RoleEngines]]:
+    def planned(
+        self, transport: Transport = DEFAULT_TRANSPORT
+    ) -> tuple[RoleEngines, dict[str, RoleEngines]]:
         others = {role: pair.planned(transport) for role, pair in self.of_roles.items()}
         own = dict.fromkeys(self.own, _OWN)
         return _Pair(self.train, self.rollout).planned(transport), others | own

@@ -85,8 +85,8 @@ HEADS: Mapping[str, HeadName] = {
 
 # Fields of a spec that the run fills in; the others may be set as `options`.
 _OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "longest_sequence"}
-_OF_MODELS |= {"sleeping_beside", "sent_from"}
-_OURS = {*_OF_MODELS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
+_OF_GROUPS = {"sleeping_beside", "sent_from"}
+_OURS = {*_OF_MODELS, *_OF_GROUPS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
 # The same of what looks at the task; a judge's `model` is the user's to name.
 _OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
 

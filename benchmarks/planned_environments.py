@@ -118,7 +118,8 @@ def verifying_plans(
     run = with_models(run.having(**{key: str(file) for key, file in files.items()}))
     machine, inputs = planned_machine(run), PlanInputs(run)
     assert isinstance(machine, PlannedMachine)
-    models, (engines, others) = inputs.models({}), run.engines.planned()
+    models = inputs.models({})
+    engines, others = run.engines.planned(run.executor.transport)
     found: dict[str, Plan] = {}
     for one in verifying_grid():
         rest = tuple(name for name in CALL_GROUPS if name not in one.apart)

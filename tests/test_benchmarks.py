@@ -115,6 +115,7 @@ def test_planned_environments_are_compared_with_a_grid(
 ) -> None:
     planned = script("planned_environments")
     assert [len(planned.grid(overlaps=overlaps)) for overlaps in (True, False)] == [12, 12]
+    assert len({str(one) for one in planned.verifying_grid()}) == 12
     file, state = tmp_path / "found.json", tmp_path / "state.json"
     words = ["--tiny", "--json", str(file), "--state", str(state)]
     planned.main(words)

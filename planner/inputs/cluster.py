@@ -97,6 +97,9 @@ class NodeGroup(_Spec):
     """The kind of their devices."""
     within: LinkSpec
     """Between devices of one node."""
+    between: LinkSpec | None = None
+    """Between its nodes, where they have network cards that other nodes have not; None for the
+    cluster's."""
     cores_per_node: AtLeastOne | None = None
     """Processor cores of each, for environments, verifiers and all else that computes on them; None
     if that is not known."""
@@ -119,7 +122,7 @@ class ClusterSpec(_Spec):
     node_groups: tuple[NodeGroup, ...] = Field(min_length=1)
     """In the order in which devices are numbered."""
     between: LinkSpec
-    """Between devices of different nodes."""
+    """Between devices of different nodes, unless their group of nodes has a network of its own."""
 
     @model_validator(mode="after")
     def _is_bounded(self) -> ClusterSpec:
@@ -277,7 +280,8 @@ class Mesh:
 
     @property
     def between(self) -> LinkSpec:
-        return self.cluster.between
+        (group, _), *others = self._used
+        return self.cluster.between if others else group.between or self.cluster.between
 
     def link(self, ranks: int) -> LinkSpec:
         return self.within if ranks <= self.node_size else self.between
@@ -337,8 +341,9 @@ def improved(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
         changes["bandwidth within nodes"] = lambda g: {"within": _faster(g.within)}
     found = {name: _changed(cluster, change) for name, change in changes.items()}
     if sum(group.num_nodes for group in cluster.node_groups) > 1:
+        own = _changed(cluster, lambda g: {"between": g.between and _faster(g.between)})
         between = _faster(cluster.between)
-        found["bandwidth between nodes"] = cluster.model_copy(update={"between": between})
+        found["bandwidth between nodes"] = own.model_copy(update={"between": between})
     if 2 * cluster.num_devices <= MOST_DEVICES:
         found["devices"] = _changed(cluster, lambda g: {"num_nodes": 2 * g.num_nodes})
     return {f"2 x {name}": one for name, one in found.items()}

@@ -118,7 +118,8 @@ def test_a_cluster_of_gpus_is_planned_for_with_its_cores(penstock: Penstock) -> 
         "penstock: note: times of one core are those of a machine of two cores: a faster core is "
         "not known of\n"
     )
-    said = penstock("plan", *WORDS, "task_profile=task_profile.json", "cluster=rtx-4090")
+    unknown = ("cluster=h100", "cluster.cores_per_node=null")
+    said = penstock("plan", *WORDS, "task_profile=task_profile.json", *unknown)
     assert said.code == 2
     assert "does not say how many cores its nodes have" in said.err
 

@@ -6,6 +6,7 @@ import pytest
 from penstock.planner.inputs.cluster import (
     MOST_DEVICES,
     ClusterSpec,
+    Mesh,
     halvings,
     improved,
     part,
@@ -21,6 +22,19 @@ def mixed() -> ClusterSpec:
     other = cluster.node_groups[0].model_copy(update={"num_nodes": 3, "devices_per_node": 4})
     groups = (*cluster.node_groups, other)
     return ClusterSpec(name="mixed", node_groups=groups, between=cluster.between)
+
+
+def test_nodes_with_a_network_of_their_own_are_near_each_other_alone() -> None:
+    cluster = h100(2)
+    slow = cluster.between.model_copy(update={"bytes_per_s": 1e9})
+    (node,) = cluster.node_groups
+    island = node.model_copy(update={"between": cluster.between})
+    both = ClusterSpec(name="islands", node_groups=(island, island, node), between=slow)
+    assert Mesh(both, (16, 0, 0)).between == cluster.between
+    assert Mesh(both, (8, 8, 0)).between == Mesh(both, (0, 0, 16)).between == slow
+    faster = improved(both)["2 x bandwidth between nodes"]
+    assert Mesh(faster, (16, 0, 0)).between.bytes_per_s == 2 * cluster.between.bytes_per_s
+    assert Mesh(faster, (8, 0, 8)).between.bytes_per_s == 2e9
 
 
 def test_halvings_end_with_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import place_ops, plan_step, runner_up
 from penstock.planner.plan.simulate import simulate, simulate_plan
-from penstock.planner.search.option_table import ModelTable
+from penstock.planner.search.option_table import ModelTable, call_nodes
 from penstock.planner.search.options import Assignment, GroupAssignment, Option
 from penstock.planner.search.pins import Pins
 from penstock.workers.engines.engine import EngineKind
@@ -43,6 +43,7 @@ from penstock.workers.engines.torch_engine.declaration import TORCH
 from penstock.workers.engines.vllm_engine.declaration import VLLM
 
 from ..hand_made import CALLS, SPLIT, h100, ppo
+from ..search.brute_force import all_plans
 from ..search.tables import cluster_of, device
 from ..shapes import llama
 
@@ -102,6 +103,47 @@ def test_a_lag_is_chosen_by_time() -> None:
     assert {other.max_lag, made.max_lag} == {0, 1}
     assert other.step_time_s is not None
     assert made.prediction.step_time_s <= other.step_time_s
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("model", [1, 7])
+def test_groups_keep_to_nodes_with_a_network_of_their_own(lag: int, model: int) -> None:
+    """Two islands of two nodes; over what is between the islands weights take long."""
+    cluster = h100(2, 2)
+    (node,) = cluster.node_groups
+    devices = [node.device.model_copy(update={"name": f"h100-{name}"}) for name in "ab"]
+    islands = tuple(
+        node.model_copy(update={"device": device, "between": cluster.between}) for device in devices
+    )
+    slow = cluster.between.model_copy(update={"bytes_per_s": 1e8})
+    apart = ClusterSpec(name="islands", node_groups=islands, between=slow)
+    graph = build(grpo_step, cfg=GRPO(sampling=Sampling(num_samples=8)))
+    shapes: dict[str, ModelShape | None] = {"actor": llama(model), "reward": None}
+    made, near = (
+        plan_step(graph, shapes, on, WORKLOAD, max_lag=lag, constants=GPU_DEFAULTS)
+        for on in (apart, apart.model_copy(update={"between": cluster.between}))
+    )
+    assert made.prediction is not None
+    assert near.prediction is not None
+    assert near.prediction.step_time_s <= made.prediction.step_time_s
+    calls = calls_of(graph, WORKLOAD, shapes)
+    best, *_ = all_plans(
+        call_nodes(calls), Lagged(ModelTable(calls, GPU_DEFAULTS), lag), apart, lag
+    )
+    assert made.prediction.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
+
+
+@dataclass(frozen=True)
+class Lagged:
+    """The options of a table under a lag."""
+
+    table: ModelTable
+    lag: int
+
+    def options(
+        self, call_group: str, mesh: Mesh, *, beside: tuple[str, ...] = (), lagged: bool = False
+    ) -> Sequence[Option]:
+        return self.table.options(call_group, mesh, beside=beside, lagged=self.lag > 0)
 
 
 def test_pins_are_kept() -> None:

@@ -498,8 +498,9 @@ class _Writer:
             group = next(group for group in best.groups if one.name in group.call_groups)
             if one.profile.most is not None:
                 _, number = one.on(group.mesh, lagged=best.max_lag > 0)
-                made = _group("group", self.cluster.device_type, group)
-                number *= made.tensor_parallel * made.pipeline_parallel
+                if one.num_processes is None:
+                    made = _group("group", self.cluster.device_type, group)
+                    number *= made.tensor_parallel * made.pipeline_parallel
                 yield one.role, {"num_processes": min(number, one.profile.most)}
 
     def _explained(self, group: GroupAssignment) -> _Explained:

@@ -65,7 +65,7 @@ from ..stages.worker_specs import MODEL, exporting_specs, worker_specs
 
 _QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _WARM_UP = 2  # steps of a run that are not looked at
-_FEWEST, _MOST = 4, 40  # steps, or responses, that are
+_FEWEST, _MOST = 4, 40  # steps that are
 _LEAST_ROLLOUTS = 2
 _PROMPTS, _SAMPLES = 4, 4  # responses that verifiers are measured with, at most
 _LONGEST = 5  # times the seconds given, after which no further response is measured alone
@@ -278,26 +278,27 @@ def _verifier(node: Node, spec: Any, tables: dict[str, Any], seconds: float) -> 
     with scorer(1) as score:
         items: list[float] = []
         spent_s = 0.0
-        while len(items) < rows or (len(items) < _MOST and spent_s < seconds):
+        while (len(items) < rows and spent_s < _LONGEST * seconds) or spent_s < seconds:
             items.append(score([len(items) % rows]))
             spent_s += items[-1]
-            if spent_s > _LONGEST * seconds:
-                break
-        taken, before_s = range(min(rows, len(items))), cpu_s()
-        whole_s = score(taken)
-        item_cpu_s = (cpu_s() - before_s) / len(taken)
+        # What else the machine does only ever adds to a time.
+        least_s = [min(items[row::rows]) for row in range(min(rows, len(items)))]
+        taken, before_s = range(len(least_s)), cpu_s()
+        whole_s = min(score(taken), score(taken))
+        item_cpu_s = (cpu_s() - before_s) / (2 * len(taken))
         num_bytes = [child.memory_info().rss for child in own.children()] if several else []
     # A response in a batch is spared what a call costs; a judge answers several at once.
-    level = whole_s / sum(items[: len(taken)])
-    item_s = tuple(sorted(level * item for item in items))
-    batch = [*taken] * cores
-    with scorer(cores) as score:
-        crowded = score(batch) / makespan_s(item_s, len(batch), cores) if several else 1.0
+    item_s = tuple(sorted(whole_s / sum(least_s) * seconds for seconds in least_s))
+    crowded, batch = 1.0, [*taken] * cores
+    if several:
+        with scorer(cores) as score:
+            crowd_s = min(score(batch), score(batch))
+        crowded = max(1.0, crowd_s / makespan_s(item_s, len(batch), cores))
     return VerifierProfile(
         item_s=item_s,
         item_cpu_s=min(item_cpu_s, sum(item_s) / len(item_s)),
         at_once=cores if several else 1,
-        crowded=max(1.0, crowded),
+        crowded=crowded,
         most=MOST_PROCESSES if several else None,
         process_bytes=max(num_bytes, default=0),
     )

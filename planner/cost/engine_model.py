@@ -92,9 +92,9 @@ class EngineModel:
     shares_prompts: bool = False
     # whether the head is computed only where a token of a response is predicted
     reads_responses: bool = False
-    # products of a head's weights in training, as large as that of a forward pass: 3, or 4 if
-    # logits are not kept but made again
-    head_products: int = 3
+    # products of a head's weights in training on a CPU and on a GPU, as large as that of a forward
+    # pass: 3, or 4 if logits are not kept but made again
+    head_products: tuple[int, int] = (3, 3)
     # whether a rank computes those of its own rows that are drawn for an update, whose number is
     # not the same on all data-parallel ranks; else each has equally many. Ranks that share experts
     # deal their rows out among themselves.

@@ -109,7 +109,7 @@ class Work(NamedTuple):
     tokens: float  # mean length of a row
     tokens_square: float  # mean square of the length of a row
     reads: float  # tokens of a row that the head computes in forward and train calls
-    head_products: int  # products of the head in a train call, as large as that of a forward pass
+    head_products: tuple[int, int]  # of `EngineModel`
     draws_minibatches: bool  # whether ranks have unequal numbers of an update's rows
     prompt: float  # mean length of a prompt, or of what is computed before the first new token
     prompt_square: float

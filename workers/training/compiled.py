@@ -10,13 +10,11 @@ import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_LAYOUTS = 64
-"""For how many widths and dtypes one function is compiled in a process."""
 
 
 class Compiled:
@@ -42,12 +40,13 @@ class Compiled:
         plain: Callable[..., Any] | None = None,
     ) -> None:
         self.function, self._rows, self._plain = function, rows, plain or function
-        self._compiled: Callable[..., Any] | None = None
-        self._layouts: set[object] = set()  # for which it has been called
+        self._compiled: dict[object, Callable[..., Any]] = {}  # for each layout of inputs
+        self._fails = False
 
     def __call__(self, *inputs: Any) -> Any:
         with torch.no_grad():  # in every call: torch compiles again for another mode
-            if inputs[0].device.type == "cpu" or Compiled.plainly or not _can_compile():
+            is_plain = self._fails or Compiled.plainly or inputs[0].device.type == "cpu"
+            if is_plain or not _can_compile():
                 return self._plain(*inputs)
             try:
                 return self.compiled(*inputs)
@@ -55,30 +54,29 @@ class Compiled:
                 raise
             except Exception as error:
                 _say(f"{self.function.__name__} could not be compiled: {error}")
-                self._compiled = self._plain
+                self._fails = True
                 return self._plain(*inputs)
 
     def compiled(self, *inputs: Any) -> Any:
         """Call what is compiled, on any device, for as many rows as come."""
         inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
-        if self._compiled is None:
-            options = _options()
-            self._compiled = torch.compile(
-                self.function, fullgraph=True, dynamic=False, options=options
-            )
+        layout = tuple(
+            (one.dtype, one.shape[1:]) if isinstance(one, Tensor) else one for one in inputs
+        )
         dynamo: Any = importlib.import_module("torch._dynamo")
         for place in self._rows:
             if place < len(inputs):
                 dynamo.maybe_mark_dynamic(inputs[place], 0)
-        layout = tuple(
-            (one.dtype, one.shape[1:]) if isinstance(one, Tensor) else one for one in inputs
-        )
-        if layout in self._layouts:
-            return self._compiled(*inputs)
+        if layout in self._compiled:
+            return self._compiled[layout](*inputs)
+        # A copy for each: torch compiles one function for few layouts, and then gives up.
+        f: Any = self.function
+        own = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__)
+        made = torch.compile(own, fullgraph=True, dynamic=False, options=_options())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's advice
-            found = self._compiled(*inputs)
-        self._layouts.add(layout)
+            found = made(*inputs)
+        self._compiled[layout] = made
         return found
 
 
@@ -106,8 +104,6 @@ def _options() -> dict[str, Any]:
 
     None starts processes that compile.
     """
-    dynamo: Any = importlib.import_module("torch._dynamo.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _LAYOUTS)
     inductor: Any = importlib.import_module("torch._inductor.config")
     chosen = {"compile_threads": 1, "deterministic": True, "emulate_precision_casts": True}
     return {name: value for name, value in chosen.items() if hasattr(inductor, name)}

@@ -99,7 +99,7 @@ def test_a_head_of_responses_alone() -> None:
 
 
 def test_logits_that_are_made_again() -> None:
-    engine = EngineModel(name="again", head_products=4)
+    engine = EngineModel(name="again", head_products=(9, 4))
     assert by(engine, call("train"), mesh()).matmul_s == pytest.approx(
         (3 * LAYERS + 4 * HEAD) * NANO
     )

@@ -55,7 +55,22 @@ def test_it_is_compiled_once_for_all_numbers_of_rows_and_again_for_another_width
         assert not out.requires_grad
     assert len(compiled_for) == 2
     chosen = {"compile_threads": 1, "deterministic": True, "emulate_precision_casts": True}
-    assert options == [chosen]
+    assert options == [chosen, chosen]
+
+
+def test_it_is_compiled_for_more_widths_than_torch_compiles_one_function_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = torch.compile
+
+    def compile_(function: Any, **kwargs: Any) -> Any:
+        del kwargs["options"]
+        return whole(function, backend="eager", **kwargs)
+
+    function = on_device(monkeypatch, compile_)
+    for width in range(2, 22):
+        out = function.compiled(torch.ones(3, width), torch.ones(width))
+        assert out.shape == (3, width)
 
 
 def test_where_compiling_fails_the_function_is_called_as_it_is_and_that_is_said_once(

@@ -246,3 +246,24 @@ def test_a_logit_is_read_once_forward_and_replaced_once(with_entropy: bool) -> N
         kernels, num_bytes = kernels_of(function, *inputs)
         assert kernels == 1
         assert num_bytes <= most * 512 * 151_936
+
+
+# --- compiled on a CPU
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_what_the_compiler_makes_rounds_as_well(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a C++ compiler: the kernels are others than a GPU's, of the same graph."""
+    plain = _outcome(family, torch.bfloat16)
+
+    def call(self: Compiled, *inputs: Any) -> Any:
+        with torch.no_grad():
+            return self.compiled(*inputs)
+
+    use_functions(monkeypatch, call)
+    compiled = _outcome(family, torch.bfloat16)
+    torch.testing.assert_close(compiled[0], plain[0], rtol=0, atol=2e-6)
+    assert _distance(compiled[1], plain[1]) < 0.01

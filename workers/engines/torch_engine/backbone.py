@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
 from ...training.weight_gradients import embedded, linear_map
-from .adapters import Adapters, Copies, adapted_linear, adapters_of, added, have_copies
+from .adapters import AdapterCopies, Adapters, adapters_of
 from .attention import attend_packed
 from .fused import (
     gated,
@@ -104,9 +104,9 @@ class Linears:
         if self.adapters is None:
             return sum_norm_linear(x, change, norm, eps, self.weight, self.bias)
         x, normed = sum_norm(x, change, norm, eps)
-        if have_copies(self.adapters):
-            return x, adapted_linear(normed, self.weight, self.bias, self.adapters)
-        return x, F.linear(normed, self.weight, self.bias) + added(normed, self.adapters)
+        if self.adapters.joined is not None:
+            return x, self.adapters.joined_linear(normed, self.weight, self.bias)
+        return x, F.linear(normed, self.weight, self.bias) + self.adapters.added(normed)
 
     def added_to(
         self, x: Tensor, inputs: Tensor, group: dist.ProcessGroup | None
@@ -118,12 +118,11 @@ class Linears:
         if group is not None:
             change = summed(F.linear(inputs, self.weight), group)
             more = None if self.bias is None else self.bias.expand_as(change)
-        elif self.adapters is not None and have_copies(self.adapters):
-            change = adapted_linear(inputs, self.weight, self.bias, self.adapters)
-            more = None
+        elif self.adapters is not None and self.adapters.joined is not None:
+            change, more = self.adapters.joined_linear(inputs, self.weight, self.bias), None
         else:
             change = linear_map(inputs, self.weight, self.bias)
-            more = None if self.adapters is None else added(inputs, self.adapters)
+            more = None if self.adapters is None else self.adapters.added(inputs)
         return sum_later(x, change) if more is None else sum_later(x + change, more)
 
 
@@ -162,20 +161,20 @@ class LeanBackbone:
             for i, layer in enumerate(self._backbone.layers)
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
-        self._copies: Copies | None = None  # of adapters
+        self._copies: AdapterCopies | None = None  # of adapters
         # Processes that divide the matrices, of which this one has its part (`tensor_parallel.py`)
         self.group: dist.ProcessGroup | None = None
 
     def copy_adapters(self, flat: FlatParameters) -> None:
-        """Have products of 16 bits on a device read copies of the adapters, which lie in `flat`."""
+        """Have a device read copies of 16 bits of the adapters, which lie in `flat`."""
+        maps = [
+            one
+            for layer in self.layers
+            for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        adapters = [one.adapters for one in maps if one.adapters is not None]
         if self.embedding.dtype != torch.float32:
-            linears = [
-                one
-                for layer in self.layers
-                for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
-            ]
-            every = [one.adapters for one in linears]
-            self._copies = Copies(flat, every, self.embedding.dtype)
+            self._copies = AdapterCopies(flat, adapters, self.embedding.dtype)
 
     def renew_copies(self) -> None:
         """Have copies of adapters follow them; called before they are read."""

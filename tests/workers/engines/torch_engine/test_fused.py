@@ -14,7 +14,7 @@ from fake_device import CountedOps
 from inductor_kernels import kernels_of
 from kernel_reference import use_functions
 from penstock.workers.engines.torch_engine import fused, varlen
-from penstock.workers.engines.torch_engine.adapters import LowRank
+from penstock.workers.engines.torch_engine.adapters import Adapters, LowRank
 from penstock.workers.engines.torch_engine.backbone import LeanBackbone, fused_names
 from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
 from penstock.workers.training import token_logprob as head
@@ -79,7 +79,7 @@ def _outcome(
     if adapted:
         for layer in backbone.layers:
             down = torch.full((2, 112), 0.01, device=device)
-            found = (LowRank(down, torch.full((64, 2), 0.02, device=device), 1.0),)
+            found = Adapters((LowRank(down, torch.full((64, 2), 0.02, device=device), 1.0),))
             object.__setattr__(layer.down, "adapters", found)
     grad = flat.enable_gradients()
     pack, target = _pack(device)

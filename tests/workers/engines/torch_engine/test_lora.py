@@ -15,18 +15,11 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine import network
-from penstock.workers.engines.torch_engine.adapters import (
-    Adapters,
-    Copies,
-    LowRank,
-    adapted_linear,
-    added,
-    have_copies,
-)
+from penstock.workers.engines.torch_engine.adapters import AdapterCopies, Adapters, LowRank
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.flat_parameters import read_tensors
+from penstock.workers.training.flat_parameters import FlatParameters, read_tensors
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import nn
 from torch_models import GPT2, architecture
@@ -207,37 +200,37 @@ def _through(
 ) -> list[torch.Tensor]:
     """Outputs, and gradients of the input and of adapters."""
     x = x.detach().requires_grad_()
-    leaves = [leaf for a in adapters if not isinstance(a, int) for leaf in (a.down, a.up)]
-    if have_copies(adapters):
-        out = adapted_linear(x, weight, bias, adapters)
+    own = [one for one in adapters.parts if isinstance(one, LowRank)]
+    if adapters.joined is not None:
+        out = adapters.joined_linear(x, weight, bias)
     else:
-        out = torch.nn.functional.linear(x, weight, bias) + added(x, adapters)
+        out = nn.functional.linear(x, weight, bias) + adapters.added(x)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    leaves = [leaf for one in own for leaf in (one.down, one.up)]
     return [out, *torch.autograd.grad(out, [x, *leaves], upstream)]
 
 
-def test_an_adapter_added_in_place_is_no_farther_from_the_truth() -> None:
+def test_joined_adapters_are_no_farther_from_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two maps of three, the first and the last."""
     random = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random).bfloat16().float()
 
     x, weight, bias = some(50, 24), some(47, 24), some(47)
-    pairs = [(some(4, 24).requires_grad_(), some(out, 4).requires_grad_()) for out in (16, 24)]
-
-    def of(copies: bool) -> Adapters:
-        made = [
-            LowRank(down, up, 0.5, (down.detach().bfloat16(), up.detach().bfloat16()))
-            if copies
-            else LowRank(down, up, 0.5)
-            for down, up in pairs
-        ]
-        return (made[0], 7, made[1])
-
-    exact = _through(of(copies=False), x, weight, bias)
+    shapes = {"down": (4, 24), "up": (16, 4), "other_down": (3, 24), "other_up": (24, 3)}
+    leaves = {name: nn.Parameter(some(*shape)) for name, shape in shapes.items()}
+    flat = FlatParameters(leaves)
+    first = LowRank(leaves["down"], leaves["up"], 0.5)
+    last = LowRank(leaves["other_down"], leaves["other_up"], 0.5)
+    adapters = Adapters((first, 7, last))
+    exact = _through(adapters, x, weight, bias)
     narrow = [one.bfloat16() for one in (x, weight, bias)]
-    plain, copied = (_through(of(copies=copies), *narrow) for copies in (False, True))
-    for one, other, truth in zip(copied, plain, exact, strict=True):
+    plain = _through(adapters, *narrow)
+    monkeypatch.setattr(AdapterCopies, "devices", frozenset({"cpu"}))
+    AdapterCopies(flat, [adapters], torch.bfloat16).renew()
+    joined = _through(adapters, *narrow)
+    for one, other, truth in zip(joined, plain, exact, strict=True):
         assert one.dtype == other.dtype
         error, plain_error = ((found.float() - truth).norm() for found in (one, other))
         assert error <= 1.2 * plain_error
@@ -249,10 +242,10 @@ def test_copies_follow_adapters_that_are_trained(monkeypatch: pytest.MonkeyPatch
     policy = _policy(model)
     _train(policy)
     plain = _logprob(policy)
-    monkeypatch.setattr(Copies, "devices", frozenset({"cpu"}))
+    monkeypatch.setattr(AdapterCopies, "devices", frozenset({"cpu"}))
     torch.testing.assert_close(_logprob(policy), plain, rtol=0, atol=0.05)
     _train(policy)
     copied = _logprob(policy)
     assert float((copied - plain).abs().max()) > 0.05
-    monkeypatch.setattr(Copies, "devices", frozenset())
+    monkeypatch.setattr(AdapterCopies, "devices", frozenset())
     torch.testing.assert_close(_logprob(policy), copied, rtol=0, atol=0.05)

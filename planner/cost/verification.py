@@ -59,8 +59,8 @@ class Verifier:
         at_once = num_ranks * min(num_processes, rows)
         share = (at_once - 1) / max(found.at_once - 1, 1)
         slower = 1.0 + (found.crowded - 1.0) * min(1.0, share)
-        computed_s = self.num_rows * found.item_cpu_s / cores
-        return slower * max(makespan_s(found.item_s, rows, num_processes), computed_s)
+        taken_s = makespan_s(found.item_s, rows, num_processes)
+        return slower * max(taken_s, self.num_rows * found.item_cpu_s / cores)
 
     def numbers(self, num_ranks: int, mesh: Mesh, cores: float) -> list[int]:
         """Numbers of processes of a rank that are worth a look, the fewest first."""
@@ -80,7 +80,5 @@ class Verifier:
     def on(self, mesh: Mesh, *, lagged: bool) -> tuple[float, int]:
         """The least seconds on a mesh, each device of which is a rank; processes of each rank."""
         num_ranks, cores = min(mesh.num_devices, self.num_rows), mesh.cores(lagged=lagged)
-        return min(
-            (self.seconds(num_ranks, number, cores), number)
-            for number in self.numbers(num_ranks, mesh, cores)
-        )
+        numbers = self.numbers(num_ranks, mesh, cores)
+        return min((self.seconds(num_ranks, number, cores), number) for number in numbers)

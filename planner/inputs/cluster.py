@@ -203,9 +203,9 @@ class ClusterSpec(_Spec):
 def no_cores(cluster: ClusterSpec) -> PlanError:
     """The refusal of a cluster whose cores are not known, for a step that computes on them."""
     return PlanError(
-        f"cluster '{cluster.name}' does not say how many cores its nodes have, and this "
-        "step computes on cores\n    set cluster.cores_per_node (penstock plan), or "
-        "measure its machines again: penstock profile"
+        f"cluster '{cluster.name}' does not say how many cores its nodes have, and this step "
+        "computes on cores\n    set cluster.cores_per_node (penstock plan), or measure its "
+        "machines again: penstock profile"
     )
 
 
@@ -257,11 +257,8 @@ class Mesh:
     @cached_property
     def host_bytes(self) -> int | None:
         """Memory of its nodes; None if that is not known."""
-        known = [
-            -(-count // group.devices_per_node) * (group.host_bytes or 0)
-            for group, count in self._used
-        ]
-        return sum(known) if all(known) else None
+        each = [(-(-n // group.devices_per_node), group.host_bytes) for group, n in self._used]
+        return sum(nodes * (size or 0) for nodes, size in each) if all(x for _, x in each) else None
 
     def flops(self, dtype: str) -> float:
         return min(group.device.flops(dtype) for group, _ in self._used)

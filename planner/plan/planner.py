@@ -604,15 +604,8 @@ class _Writer:
     ) -> Prediction:
         found = self.found
         times: dict[str, CallPlan] = {}
-        verified: dict[str, NodePrediction] = {}
         memory: dict[str, GroupMemory] = {}
         for name, (group, held, plans, _) in explained.items():
-            for call_group, option in group.options.items():
-                if not option.layouts:
-                    seconds = option.durations_s[call_group]
-                    verified[call_group] = NodePrediction(
-                        duration_s=seconds, parts_s={"verification": seconds}
-                    )
             times |= plans
             memory[name] = GroupMemory(
                 resident_bytes={n: _bytes(parts) for n, parts in held.items() if parts.total},
@@ -620,6 +613,10 @@ class _Writer:
                                  if c.name in plans},
                 capacity_bytes=group.mesh.memory_bytes,
             )  # fmt: skip
+        nodes = {call.name: _node(times[call.name]) for call in self.calls}
+        for one in self.verifiers:
+            s = found.best.durations_s[one.name]
+            nodes[one.name] = NodePrediction(duration_s=s, parts_s={"verification": s})
         return Prediction(
             step_time_s=found.step_time_s,
             lower_bound_s=min(found.lower_bound_s, found.step_time_s),
@@ -628,7 +625,7 @@ class _Writer:
             calibration=constants.source,
             constants=constants,
             task=self.task if self.verifiers else None,
-            nodes={call.name: _node(times[call.name]) for call in self.calls} | verified,
+            nodes=nodes,
             memory=memory,
             runner_up=runner_up(found.runner_up, found.best),
             other_schedules=tuple(

@@ -174,13 +174,10 @@ def _node(pool: Pool, first: int) -> range:
 def _pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
     kinds: dict[int, list[int]] = {}
     for i, group in enumerate(cluster.node_groups):
-        one = group.model_copy(update={"num_nodes": 1})
         # Nodes with a network of their own are not as near to equal ones of another group.
+        one = None if group.between else group.model_copy(update={"num_nodes": 1})
         same = (
-            j
-            for j in kinds
-            if cluster.node_groups[j].model_copy(update={"num_nodes": 1}) == one
-            and group.between is None
+            j for j in kinds if cluster.node_groups[j].model_copy(update={"num_nodes": 1}) == one
         )
         kinds.setdefault(next(same, i), []).append(i)
     firsts = [0, *accumulate(group.num_devices for group in cluster.node_groups)]

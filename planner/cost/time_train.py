@@ -170,8 +170,7 @@ def _pipeline(
     p2p = passes.hand_overs * hand_over_s(work, layout, machine, tokens)
     stage = matmul + attention + launch + tp_comm + cp_comm + ep_comm + p2p
     head = head_matmul_s(work, layout, machine, size * work.reads / layout.cp)
-    products = work.head_products[machine.overlaps] - fewer  # only a GPU overlaps
-    head_passes = 1.0 if work.kind == "forward" else products
+    head_passes = 1.0 if work.kind == "forward" else work.head_products[machine.overlaps] - fewer
     head_launch = machine.waits_s(machine.launch_s, head)
     return CallTime(
         matmul_s=count * (matmul + head_passes * head),

@@ -72,11 +72,13 @@ def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, m
 
 def bytes_per_row(backbone: LeanBackbone, longest: int) -> int:
     """Return the bytes of a row of a batch: its cache, and what computing and sampling takes."""
-    positions = round_up(longest)
-    vocab_size, number = len(backbone.embedding), backbone.embedding.element_size()
-    cache = 2 * len(backbone.layers) * backbone.num_key_heads * backbone.head_dim * number
-    words = _BYTES_PER_WORD * vocab_size
-    return positions * (cache + _BYTES_PER_SCORE * backbone.num_heads) + words
+    running = round_up(longest) * _BYTES_PER_SCORE * backbone.num_heads
+    return _cache_bytes(backbone, longest) + running + _BYTES_PER_WORD * len(backbone.embedding)
+
+
+def _cache_bytes(backbone: LeanBackbone, longest: int) -> int:
+    numbers = 2 * len(backbone.layers) * backbone.num_key_heads * backbone.head_dim
+    return round_up(longest) * numbers * backbone.embedding.element_size()
 
 
 def _gib(num_bytes: int) -> str:
@@ -166,8 +168,11 @@ class StepGraphs:
 TOKENS_PER_LOOK = 16
 _LEAST_SPAN = 64
 _LEAST_BOUND, _BOUNDS = 1024, 3
-_KEPT_SHARE = 16
-"""A batch is kept from call to call if it takes at most one in so many of a device's bytes."""
+_KEPT_SHARE = 32
+"""A batch is kept from call to call if it takes at most one in so many of a device's bytes: of what
+training leaves free, a third at most."""
+_KEPT_BYTES_PER_WORD = 8
+"""Bytes of a row and token of the vocabulary that graphs have between calls."""
 
 
 class KeptBatch:
@@ -275,7 +280,8 @@ class DeviceBatch(Batch):
         self._whole_cache: list[tuple[Tensor, Tensor]] = []
         # Of the step, by the number of rows, on a CUDA device. Without them it runs as it is.
         self.graphs: dict[int, StepGraphs] = {}
-        self.num_bytes = len(self.row) * bytes_per_row(self._backbone, longest)
+        words = _KEPT_BYTES_PER_WORD * len(self._backbone.embedding)
+        self.num_bytes = len(self.row) * (_cache_bytes(self._backbone, longest) + words)
         heads, size = self._backbone.num_heads, self._backbone.head_dim
         self._has_kernel = DeviceBatch.flash and has_kernel(self._new(0, heads, size))
 

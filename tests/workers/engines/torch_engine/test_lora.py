@@ -249,3 +249,31 @@ def test_copies_follow_adapters_that_are_trained(monkeypatch: pytest.MonkeyPatch
     assert float((copied - plain).abs().max()) > 0.05
     monkeypatch.setattr(AdapterCopies, "devices", frozenset())
     torch.testing.assert_close(_logprob(policy), copied, rtol=0, atol=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_adapters_are_sampled_as_they_are_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before they are trained and after, by the same graphs, and as without copies."""
+    model = ModelSpec(architecture=architecture("qwen3"), dtype="bfloat16")
+    options: dict[str, Any] = {"lora": LORA, "optimizer": OptimizerSpec(lr=1e-2)}
+    spec = TorchPolicySpec(model=model, end_ids=(2,), **options)
+    policy = spec.build(WorkerContext("actor", device="cuda"))
+    prompt = torch.randint(3, 40, (4, 6), generator=torch.Generator().manual_seed(0))
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        with call_scope(step, 0):
+            sampling = Sampling(num_samples=4, max_new_tokens=20)
+            rollout = policy.generate(prompt, torch.arange(4), sampling)
+        with call_scope(step, 1):
+            evaluated = policy.logprob(rollout.tokens, rollout.mask)
+            with monkeypatch.context() as patch:
+                patch.setattr(AdapterCopies, "devices", frozenset())
+                plain = policy.logprob(rollout.tokens, rollout.mask)
+        difference = (evaluated - rollout.behavior_logprob)[rollout.mask.bool()].abs()
+        assert float(difference.mean()) < 0.02
+        torch.testing.assert_close(evaluated, plain, rtol=0, atol=0.1)
+        found.append(_logprob(policy))
+        _train(policy)
+    assert float((found[1] - found[0]).abs().max()) > 0.05

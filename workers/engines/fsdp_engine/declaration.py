@@ -13,6 +13,7 @@ Processes that share every row (context parallelism) divide the weights with any
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ....planner.cost.engine_model import EngineMemory, EngineModel
@@ -20,6 +21,7 @@ from ....planner.cost.memory import Computes, Parts, transient_parts, weight_byt
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
+from ...training.token_logprob import keeps_logits
 from ..engine import EngineKind, usual_options
 
 DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -103,7 +105,7 @@ class FsdpMemory(EngineMemory):
         if call.kind == "generate":
             return super().transient(call, layout, on_cpu=on_cpu, borrows=borrows, rows=rows)
         norms = 2 * _FLOAT * (call.model.hidden_size + 1)
-        computes = Computes(saved_bytes=norms, logits=_logits)
+        computes = Computes(saved_bytes=norms, logits=partial(_logits, on_cpu=on_cpu))
         adds = transient_parts(call, layout, computes=computes)
         if layout.cp > 1:
             adds = adds._replace(activations=adds.activations + _others_keys(call, layout))
@@ -138,15 +140,18 @@ def _numbers(call: Call, layout: Layout) -> tuple[int, int, int]:
     return layer, one // model.dtype_bytes - layer, head
 
 
-def _logits(call: Call, layout: Layout, tokens: int) -> int:
+def _logits(call: Call, layout: Layout, tokens: int, *, on_cpu: bool) -> int:
     """Bytes of logits that exist at once, and of slices of them in float32."""
     if call.head == "scalar":
         return tokens * _FLOAT
-    words = -(-call.model.vocab_size // layout.tp)
-    # Some of a whole vocabulary, or all of a divided one and their gradient.
-    kept = min(tokens, max(1, _AT_ONCE // words)) if layout.tp == 1 else 2 * tokens
-    slices = 3 * min(tokens, max(1, (_IN_FLOAT32 if layout.tp == 1 else _SLICES) // words))
-    return words * (kept * call.model.dtype_bytes + slices * _FLOAT)
+    words, number = -(-call.model.vocab_size // layout.tp), call.model.dtype_bytes
+    if layout.tp > 1:  # all of a divided vocabulary, and their gradient
+        return words * (2 * tokens * number + 3 * min(tokens, max(1, _SLICES // words)) * _FLOAT)
+    at_once, slices = (min(tokens, max(1, most // words)) for most in (_AT_ONCE, _IN_FLOAT32))
+    if on_cpu:
+        return words * (at_once * number + 3 * slices * _FLOAT)
+    keeps = call.kind == "train" and keeps_logits(tokens * words, number, on_cpu=False)
+    return words * (tokens if keeps else at_once) * number
 
 
 def _by_rows(layout: Layout) -> Layout:

@@ -199,3 +199,13 @@ def test_a_layer_keeps_what_transformers_does(dtype: str) -> None:
     one = replace(call("train"), model=model)
     parts = MEMORY.transient(one, Layout())
     assert parts.activations == model.num_layers * found
+
+
+def test_a_gpu_keeps_logits_of_16_bits_and_makes_none_of_float32() -> None:
+    model = MODEL.model_copy(update={"dtype": "bfloat16", "vocab_size": 100_000})
+    train, forward = (replace(call(kind), model=model) for kind in ("train", "forward"))
+    layout = Layout(zero=3, micro_batch=8)
+    kept = MEMORY.transient(train, layout, on_cpu=False).logits
+    assert kept == 8 * 128 * model.vocab_size * 2
+    assert MEMORY.transient(forward, layout, on_cpu=False).logits == kept
+    assert MEMORY.transient(train, layout).logits > kept

@@ -58,10 +58,10 @@ def sizes_of(prompt: int, response: int) -> Scale:
     return dataclasses.replace(scale(tiny=False), prompt=prompt, response=response)
 
 
-def packed_tokens(batch: PolicyBatch, bound: int) -> list[int]:
-    """Tokens of each micro-batch as a device would compute it."""
+def packed_tokens(batch: PolicyBatch, bound: int, *, shares: bool) -> list[int]:
+    """Tokens of each micro-batch as a device would compute it, bounded by distinct ones or all."""
     rows = torch.arange(len(batch.tokens))
-    parts = micro_batches(batch, rows, "row", bound, sort_by_length=False, shares_prompts=True)
+    parts = micro_batches(batch, rows, "row", bound, sort_by_length=False, shares_prompts=shares)
     found: list[int] = []
     for part in parts:
         own = take_rows(batch, part)
@@ -72,10 +72,38 @@ def packed_tokens(batch: PolicyBatch, bound: int) -> list[int]:
     return found
 
 
+@contextmanager
+def shared_as_before() -> Generator[None]:
+    """Share prompts where that saves a fifth of the tokens."""
+    module: Any = packing
+
+    def before(*, on_cpu: bool) -> float:
+        return BEFORE
+
+    module.least_shared = before
+    try:
+        yield
+    finally:
+        module.least_shared = least_shared
+
+
+@contextmanager
+def as_before(network: Any) -> Generator[None]:
+    """Bound micro-batches by all tokens, too."""
+    network.shares_prompts = False
+    try:
+        with shared_as_before():
+            yield
+    finally:
+        del network.shares_prompts
+
+
 def pair(prompt: int, response: int, bound: int) -> dict[str, Any]:
     """Figures of a pair of lengths."""
     batch = batch_of(sizes_of(prompt, response), PROMPTS)
-    packed = packed_tokens(batch, bound)
+    packed = packed_tokens(batch, bound, shares=True)
+    with shared_as_before():
+        before = packed_tokens(batch, bound, shares=False)
     distinct = int(batch.mask.sum()) + PROMPTS * prompt
     return {
         "prompt": prompt,
@@ -83,23 +111,8 @@ def pair(prompt: int, response: int, bound: int) -> dict[str, Any]:
         "micro_batch_tokens": bound,
         "micro_batches": len(packed),
         "packed_over_distinct": round(sum(packed) / distinct, 4),
+        "before": round(sum(before) / distinct, 4),
     }
-
-
-@contextmanager
-def as_before(network: Any) -> Generator[None]:
-    """Bound and share as before."""
-    module: Any = packing
-
-    def before(*, on_cpu: bool) -> float:
-        return BEFORE
-
-    network.shares_prompts, module.least_shared = False, before
-    try:
-        yield
-    finally:
-        del network.shares_prompts
-        module.least_shared = least_shared
 
 
 def trained(repeats: int) -> dict[str, Any]:

@@ -258,3 +258,65 @@ def test_a_device_keeps_logits_of_16_bits_that_are_not_too_many() -> None:
     assert not kept(32_768 * words, 2, on_cpu=False)
     assert not kept(words, 4, on_cpu=False)
     assert not kept(words, 2, on_cpu=True)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("num_targets", [1, 3])
+@pytest.mark.parametrize("needs_entropy", [False, True], ids=["alone", "entropy"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    "device", ["cpu", "as a device", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_logits_of_16_bits_have_the_numbers_of_float64_and_gradients_rounded_once(
+    device: str,
+    temperature: float,
+    needs_entropy: bool,
+    num_targets: int,
+    keeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words, masked = 997, 5
+    random = torch.Generator().manual_seed(num_targets)
+    logits = (torch.randn(40, words, generator=random) * 3).bfloat16()
+    logits[7, 11] = 40.0  # a word that is all but certain
+    entry = torch.randint(40, (60,), generator=random)
+    target = torch.randint(6, words, (60, num_targets), generator=random)
+    entry[1], target[1] = entry[0], target[0]  # one distribution, asked for the same twice
+    entry[2], target[2] = 7, 11
+    upstream = torch.randn(60, num_targets, generator=random)
+    of_entropy = torch.randn(60, generator=random) * 2
+
+    exact = logits.double().requires_grad_()
+    known = torch.arange(words) != masked
+    every = torch.log_softmax(exact[:, known] / temperature, dim=-1)
+    expected = every[entry[:, None], target - 1]
+    spread = -(every.exp() * every).sum(-1)[entry]
+    total = (expected * upstream).sum() + (spread * of_entropy).sum() * needs_entropy
+    (gradient,) = torch.autograd.grad(total, exact)
+
+    place = "cuda" if device == "cuda" else "cpu"
+    if device == "as a device":
+        use_functions(monkeypatch)
+    monkeypatch.setattr(chunked, "keeps_logits", lambda *_, **__: keeps)  # pyright: ignore[reportUnknownLambdaType]
+    states = logits.to(place).requires_grad_()
+    head, bias = torch.eye(words).bfloat16().to(place), torch.zeros(words).bfloat16().to(place)
+    bias[masked] = -torch.inf
+    given = (target if num_targets > 1 else target[:, 0]).to(place)
+    logprob, entropy = chunked.token_logprob(
+        states, head, bias, given, entry.to(place), temperature, needs_entropy=needs_entropy
+    )
+    found = (logprob * upstream.to(place).view(logprob.shape)).sum()
+    found = found if entropy is None else found + (entropy * of_entropy.to(place)).sum()
+    found.backward()
+    assert states.grad is not None
+    torch.testing.assert_close(
+        logprob.view(60, -1).double().cpu(), expected.detach(), rtol=1e-6, atol=4e-6
+    )
+    if entropy is not None:
+        torch.testing.assert_close(entropy.double().cpu(), spread.detach(), rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(states.grad.double().cpu(), gradient, rtol=2**-8, atol=1e-6)
+    best, likeliest = chunked.top_words(states.detach(), head, bias, 4, temperature)
+    torch.testing.assert_close(
+        best.double().cpu(), every.detach().topk(4).values, rtol=1e-6, atol=4e-6
+    )
+    assert masked not in likeliest.tolist()

@@ -2,7 +2,7 @@
 # One call of a visit to a GPU that is lent for fifteen minutes: bash benchmarks/gpu_visit.sh 1|2|3
 #
 #   1  what the device can do, the tests, what each fast piece brings, and decoding
-#   2  what kernels take, log-probabilities, the same bits, a step against its profile, adapters
+#   2  kernels, log-probabilities, a step against its profile, two layouts, adapters, the same bits
 #   3  every path once and two kills, conversations, a run by its own plan, other engines
 #
 # On an H200 with 16 cores `penstock plan` took 15 s, nearly all of it imports, and a run of three steps
@@ -84,12 +84,12 @@ case $call in
     tests 150
     ;;
 2)
-    stages 90 kernels logprobs
-    stages 60 determinism
-    [ -f "$VISIT/runs/plan/calibration.json" ] || stages 150 plan
+    stages 130 decode kernels logprobs
+    [ -f "$VISIT/runs/plan/calibration.json" ] || stages 100 plan
     stages 60 step
-    stages 80 adapters
-    stages 90 in_place
+    stages 120 in_place adapters
+    stages 60 determinism
+    tests 130
     ;;
 3)
     OMP_NUM_THREADS=2 stages 220 paths

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MOST_TOLD = 500  # letters of a compiler's message
+
 
 class Compiled:
     """A function that torch compiles once for each width and dtype, for any number of rows.
@@ -53,7 +55,7 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                _say(f"{self.function.__name__} could not be compiled: {error}")
+                _say(f"{self.function.__name__} could not be compiled: {str(error)[:_MOST_TOLD]}")
                 self._fails = True
                 return self._plain(*inputs)
 

@@ -72,9 +72,8 @@ class CalibrationRanks:
 
 def _serve(calls: list[ProfileCall], pipe: Any, together: Any) -> None:
     torch.set_num_threads(1)
-    kinds = dict.fromkeys((call.width, call.dtype) for call in calls)
-    policies = {kind: make_policy(*kind, "cpu") for kind in kinds}
-    bodies = [call.prepared(policies[call.width, call.dtype]) for call in calls]
+    policies = {call.model: make_policy(call, "cpu") for call in calls}
+    bodies = [call.prepared(policies[call.model]) for call in calls]
     while True:
         taken: list[float] = []
         for body in bodies:

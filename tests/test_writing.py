@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = {
     "dataflow": 12_100,
     "algorithms": 10_400,
-    "planner": 10_000,
+    "planner": 10_100,
     "workers": 41_400,
     "configs": 1_300,
-    "launch": 18_900,
+    "launch": 19_000,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

@@ -2,7 +2,7 @@
 
 Every rank that a run would have is started as a process of its own, and all of them measure at the
 same time: peaks, copies, links, and real calls of our engine at several widths. From the calls the
-constants of the model of time are found. It takes two to three minutes; a machine that does other
+constants of the model of time are found. It takes one to three minutes; a machine that does other
 work meanwhile is measured with what is left of it.
 
 Ranks of this machine meet in a folder. On a cluster they are processes of an executor: each device
@@ -94,7 +94,13 @@ def profile(config: ProfileConfig) -> Calibration:
     if config.device == "cpu":
         dtypes = ["float32", *(dtypes if has_fast_bfloat16(config.device) else ())]
     dtypes = list(dict.fromkeys(config.dtypes or dtypes))
-    calls = [c for d in dtypes for w in widths for c in calls_of_width(w, config.rows, d)]
+    middle = widths[len(widths) // 2] if config.device == "cuda" else None
+    calls = [
+        call
+        for dtype in dtypes
+        for width in widths
+        for call in calls_of_width(width, config.rows, dtype, config.device, deep=width == middle)
+    ]
     notes: list[str] = []
     machines = kind.machines() if kind.is_installed else ()
     if machines:
@@ -568,6 +574,14 @@ def _link_rows(name: str, link: LinkSpec) -> Iterator[list[str]]:
     yield [f"latency of the {name}", seconds_text(link.latency_s)]
 
 
+_ON_GPU = (
+    ("the host, of a micro-batch besides", "micro_batch_s"),
+    ("a generation besides", "generate_s"),
+    ("a layer of a replayed step besides", "replay_s"),
+    ("a replayed step besides", "sample_s"),
+)
+
+
 def _constant_rows(calibration: Calibration) -> list[list[str]]:
     by_width = [models.matmul_efficiency.items() for models in calibration.dtypes.values()]
     found = [models.constants for models in calibration.dtypes.values()]
@@ -585,6 +599,11 @@ def _constant_rows(calibration: Calibration) -> list[list[str]]:
         ["launches of a layer", *(seconds_text(one.launch_s) for one in found)],
         ["a backward pass", *(f"{one.backward:.2g} forward passes" for one in found)],
         ["an optimizer step besides", *(seconds_text(one.update_s) for one in found)],
+        *(
+            [text, *(seconds_text(getattr(one, name) or 0.0) for one in found)]
+            for text, name in _ON_GPU
+            if any(one.replay_s is not None for one in found)
+        ),
     ]
 
 

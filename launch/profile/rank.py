@@ -10,6 +10,11 @@ A policy generates, evaluates and trains, at several widths. Every call is descr
 from row to row, because equal ones would be computed once, and no response ends early, because the
 token that would end it does not exist.
 
+On a GPU rows are long enough that the device and not the host is what large calls are measured by:
+three micro-batches, each as large as those of a run. Small calls and a deeper model, at one width,
+then tell what the host takes, for each layer and besides. A call's first time is not counted, in
+which kernels are compiled and steps captured.
+
 Links are measured twice: among the ranks of each node, and among the first ranks of all nodes, the
 second ones, and so on. Neighbors (0 and 1, 2 and 3, ...) send to each other all at once, because a
 link's figure is what one device gets while all of them use it. From a short and a long message
@@ -25,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -49,14 +54,21 @@ from ...workers.models.spec import ModelSpec
 from ...workers.training.optimizer import OptimizerSpec
 from ..placement.machine import machine_name
 
-MICRO_BATCH_TOKENS = 4096  # tokens that a worker computes at once, unless its options say otherwise
 
-_LAYERS = 4
-_PROMPT = 16
-_RESPONSE = 48  # tokens of a row; `_LONG` times as many in a call for attention
+class _Sizes(NamedTuple):
+    row: tuple[int, int]  # tokens of a prompt and its response; `_LONG` times as many for attention
+    sampled: tuple[int, int]  # the same of a generation
+    micro_batch_tokens: int  # as a worker there computes at once by default
+    # of the vocabulary: the head is as large a share of these models as of small language models
+    words: int
+
+
+_SIZES = {
+    "cpu": _Sizes((16, 48), (16, 48), micro_batch_tokens=4096, words=4096),
+    "cuda": _Sizes((256, 768), (32, 96), micro_batch_tokens=16_384, words=16_384),
+}
 _LONG = 3
-# of the vocabulary: the head is as large a share of these models as of small language models
-_WORDS = 4096
+_LAYERS, _MORE_LAYERS = 4, 12
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -71,16 +83,24 @@ class ProfileCall(BaseModel, frozen=True, extra="forbid"):
     long: bool = False  # whether its rows are long ones
     # optimizer steps, if it trains: the rows are cut into so many minibatches
     updates: AtLeastOne = 1
+    layers: AtLeastOne = _LAYERS  # of the model
+    device: Literal["cpu", "cuda"] = "cpu"  # kind of device that it is sized for
 
     @property
     def name(self) -> str:
         updates = f", {self.updates} updates" if self.updates > 1 else ""
-        return f"{self.kind} {self.rows} x {sum(self._lengths)} tokens{updates}"
+        layers = f", {self.layers} layers" if self.layers != _LAYERS else ""
+        return f"{self.kind} {self.rows} x {sum(self._lengths)} tokens{updates}{layers}"
+
+    @property
+    def model(self) -> tuple[int, str, int]:
+        return self.width, self.dtype, self.layers
 
     @property
     def _lengths(self) -> tuple[int, int]:
-        times = _LONG if self.long else 1
-        return _PROMPT * times, _RESPONSE * times
+        sizes, times = _SIZES[self.device], _LONG if self.long else 1
+        prompt, response = sizes.sampled if self.kind == "generate" else sizes.row
+        return prompt * times, response * times
 
     def timed(self, measured_s: float) -> Timed:
         prompt, response = self._lengths
@@ -88,7 +108,11 @@ class ProfileCall(BaseModel, frozen=True, extra="forbid"):
             name=f"actor.{self.kind}",
             role="actor",
             kind=self.kind,
-            model=shape_of(architecture(self.width), name=f"width {self.width}", dtype=self.dtype),
+            model=shape_of(
+                architecture(self.width, self.device, self.layers),
+                name=f"width {self.width}",
+                dtype=self.dtype,
+            ),
             head="vocabulary",
             trained=True,
             num_sequences=self.rows,
@@ -96,13 +120,15 @@ class ProfileCall(BaseModel, frozen=True, extra="forbid"):
             response=Lengths.constant(response),
             updates=self.updates,
         )
-        at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (prompt + response)))
+        most = _SIZES[self.device].micro_batch_tokens
+        at_once = min(self.rows, max(1, most // (prompt + response)))
         return Timed(call, at_once, measured_s)
 
     def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
         random = torch.Generator().manual_seed(0)
         prompt, response = self._lengths
-        tokens = torch.randint(0, _WORDS, (self.rows, prompt + response), generator=random)
+        words = _SIZES[self.device].words
+        tokens = torch.randint(0, words, (self.rows, prompt + response), generator=random)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, prompt:] = True
         if self.kind == "generate":
@@ -129,11 +155,18 @@ def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None
         method(*arguments, **options)
 
 
-def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
+# kind, rows, updates, whether rows are long
+_Size = tuple[CallKind, int, int, bool]
+
+
+def calls_of_width(
+    width: int, rows: int, dtype: str, device: Literal["cpu", "cuda"] = "cpu", *, deep: bool = False
+) -> tuple[ProfileCall, ...]:
+    """The calls of a width; on a GPU fewer of them, or if `deep`, also those of a deeper model."""
+    few, many = max(1, rows // 4), 3 * rows
     # The first fills a micro-batch nearly, as most calls of a run do. In the third the optimizer's
     # step weighs most: it takes one for each row. In the fourth attention does.
-    few, many = max(1, rows // 4), 3 * rows
-    sizes: tuple[tuple[CallKind, int, int, bool], ...] = (
+    sizes: list[_Size] = [
         ("train", many, 1, False),
         ("train", rows, rows // few, False),
         ("train", few, few, False),
@@ -142,36 +175,63 @@ def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]
         ("generate", rows, 1, False),
         ("generate", rows, 1, True),
         ("generate", 4 * rows, 1, False),
-    )
+    ]
+    deeper: list[_Size] = []
+    if device == "cuda":  # `rows` fill a micro-batch; the device waits for the host in few of them
+        in_all: list[_Size] = [
+            ("train", rows, 1, False),
+            ("train", few, few, False),
+            ("forward", few, 1, False),
+            ("generate", rows, 1, False),
+            ("generate", 8 * rows, 1, True),
+        ]
+        large: list[_Size] = [("train", many, 1, False), ("forward", many, 1, False)]
+        more: list[_Size] = [
+            ("train", few, 1, True),
+            ("generate", rows, 1, True),
+            ("generate", 8 * rows, 1, False),
+        ]
+        sizes = in_all + large + (more if deep else [])
+        deeper = in_all if deep else []
     return tuple(
-        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, updates=updates, long=long)
-        for kind, number, updates, long in sizes
-    )
+        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, long=long, updates=updates,
+                    layers=layers, device=device)
+        for layers, some in ((_LAYERS, sizes), (_MORE_LAYERS, deeper))
+        for kind, number, updates, long in some
+    )  # fmt: skip
 
 
-def architecture(width: int) -> dict[str, Any]:
-    """A Qwen2 of that width: four layers, heads of 32 or 64, a feed-forward three times as wide."""
-    heads = max(1, width // (32 if width < 256 else 64))
+def architecture(width: int, device: str = "cpu", layers: int = _LAYERS) -> dict[str, Any]:
+    """A Qwen2 of that width, with heads of 32, 64 or, on a GPU, 128.
+
+    On a GPU four heads share keys and values, and the feed-forward is 5.5 times as wide, both as in
+    models of that size; else it is three times as wide.
+    """
+    sizes, gpu = _SIZES[device], device == "cuda"
+    size = 32 if width < 256 else 128 if gpu and width % 128 == 0 else 64
+    heads = max(1, width // size)
     return {
         "model_type": "qwen2",
-        "vocab_size": _WORDS,
+        "vocab_size": sizes.words,
         "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": _LAYERS,
+        "intermediate_size": 11 * width // 2 if gpu else 3 * width,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": _LONG * (_PROMPT + _RESPONSE),
+        "num_key_value_heads": heads // 4 if gpu and heads % 4 == 0 else heads,
+        "max_position_embeddings": _LONG * sum(sizes.row),
         "tie_word_embeddings": True,
     }
 
 
-def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
-    dtypes: Any = dtype
+def make_policy(call: ProfileCall, device: str) -> PolicyWorker:
+    dtype: Any = call.dtype
+    sizes = _SIZES[call.device]
+    shape = architecture(call.width, call.device, call.layers)
     spec = DEFAULT.spec("policy")(
-        model=ModelSpec(architecture=architecture(width), dtype=dtypes),
-        end_ids=(_WORDS,),
+        model=ModelSpec(architecture=shape, dtype=dtype),
+        end_ids=(sizes.words,),
         optimizer=OptimizerSpec(lr=1e-6),
-        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        micro_batch_tokens=sizes.micro_batch_tokens,
     )
     return spec.build(WorkerContext("actor", device=device))
 
@@ -297,7 +357,7 @@ def _sum_rate(times: LinkTimes) -> float:
 
 # --- a rank
 
-_FEWEST, _MOST = 2, 25  # repeats of anything
+_FEWEST, _FEWEST_ON_GPU, _MOST = 2, 3, 25  # repeats of anything
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
@@ -352,7 +412,7 @@ class Together:
         self.once_s(body)
         first_s = self.once_s(body)
         count = int(self._slowest(self._seconds / max(first_s, 1e-6)))
-        count = min(max(count, _FEWEST), _MOST)
+        count = min(max(count, _FEWEST_ON_GPU if self._cuda else _FEWEST), _MOST)
         return statistics.median([first_s, *(self.once_s(body) for _ in range(count - 1))])
 
     def once_s(self, body: Callable[[], object]) -> float:
@@ -456,10 +516,9 @@ def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[flo
     seconds: list[float] = []
     policy, made = None, None
     for call in request.calls:
-        wanted = (call.width, call.dtype)
-        if policy is None or made != wanted:
-            policy = make_policy(call.width, call.dtype, device)
-            made = wanted
+        if policy is None or made != call.model:
+            policy = make_policy(call, device)
+            made = call.model
         seconds.append(together.median_s(call.prepared(policy)))
     return tuple(seconds)
 

@@ -61,6 +61,16 @@ class Constants(PlanData):
     """Any call at all: dispatch, gathering its rows, handing on its results."""
     update_s: Seconds = 0.0
     """An optimizer step beyond what it computes: picking its rows, the loss, norms, metrics."""
+    micro_batch_s: Seconds = 0.0
+    """The host's work for a micro-batch besides its layers' launches: packing, the loss. Of this
+    and the launches together a GPU waits for what takes longer than its own work."""
+    generate_s: Seconds = 0.0
+    """A generation beyond what it computes: preparing its rows, handing on what was sampled."""
+    replay_s: Seconds | None = None
+    """A layer's kernels in a decode step that is replayed as one graph, beyond what they read and
+    compute: each waits for the one before. None if they are launched one by one."""
+    sample_s: Seconds = 0.0
+    """The same of a replayed step outside of its layers: embedding, head, sampling."""
     backward: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 2.0
     """A backward pass through a layer, in forward passes. Its products are two; what is no product
     may be more."""

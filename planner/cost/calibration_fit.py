@@ -5,6 +5,9 @@ of all models in one dtype: what share attention reaches, what shares of the mem
 reached, what a layer's launches and an optimizer step take, and what a backward pass is. The mean
 square of the logarithm of predicted over measured is made as small as can be, so that 20 % too
 much and 20 % too little weigh the same, and a short call as much as a long one.
+
+A GPU has more constants: what the host does for a micro-batch and a generation, and what a replayed
+decode step waits for. What its calls leave open stays near where the search begins.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..inputs.calls import Call
 from ..inputs.cluster import ClusterSpec, Mesh
@@ -27,9 +33,22 @@ _LAUNCHES_S = (1e-6, 0.1)
 
 _BACKWARD = (1.0, 10.0)  # between which a backward pass is looked for, in forward passes
 
-_FINE = 1e-4  # the search ends when steps of this size, in logarithms, no longer help
+# a GPU's constants to begin with
+_ON_GPU = {
+    "launch_s": 5e-4,
+    "update_s": 5e-3,
+    "micro_batch_s": 2e-3,
+    "generate_s": 1e-2,
+    "replay_s": 3e-5,
+    "sample_s": 2e-4,
+}
+_PRIOR = 0.05  # the error that weighs as much as a GPU's constant e times as large as it began
+_USUAL = 0.1  # error of a call on a GPU above which it counts less than its square
 
-_ROUNDS = 400  # and after so many rounds at the latest
+_FINE = 1e-4  # step by which slopes are found, in logarithms
+_LEAST_GAIN = 1e-9  # of the sum of squares: the search ends below it
+_MOST_DAMPING = 1e9
+_ROUNDS = 100  # and after so many rounds at the latest
 
 
 @dataclass(frozen=True)
@@ -86,31 +105,41 @@ class _Model:
     ) -> None:
         self._timed, self._widths, self._mesh, self._engine = timed, widths, mesh, engine
         self._start = start.replaced(call_s=0.0)  # of a direct call, nothing is dispatched
+        self._measured_s = np.array([one.measured_s for one in timed])
         self._layouts = [Layout(micro_batch=one.micro_batch) for one in timed]
-        points = [
-            (start.attention_efficiency or start.matmul_efficiency, _SHARES),
-            (start.memory_efficiency, _SHARES),
-            (start.read_efficiency or start.memory_efficiency, _SHARES),
-            (start.launch_s, _LAUNCHES_S),
-            (start.update_s, _LAUNCHES_S),
-            (start.backward, _BACKWARD),
+        self._prior = 0.0 if mesh.is_cpu else _PRIOR
+        points = {
+            "attention_efficiency": start.attention_efficiency or start.matmul_efficiency,
+            "memory_efficiency": start.memory_efficiency,
+            "read_efficiency": start.read_efficiency or start.memory_efficiency,
+            "launch_s": start.launch_s,
+            "update_s": start.update_s,
+            "backward": start.backward,
+            **({} if mesh.is_cpu else _ON_GPU),
+        }
+        self._names = [*points]
+        bounds = [
+            _BACKWARD if name == "backward" else _LAUNCHES_S if name.endswith("_s") else _SHARES
+            for name in points
         ]
-        self._common = len(points)
-        points += [(start.matmul_efficiency, _SHARES) for _ in widths]
-        self.start = [math.log(max(value, low)) for value, (low, _) in points]
-        self.bounds = [(math.log(low), math.log(high)) for _, (low, high) in points]
+        bounds += [_SHARES for _ in widths]
+        values = [*points.values(), *(start.matmul_efficiency for _ in widths)]
+        self.start = [
+            math.log(max(value, low)) for value, (low, _) in zip(values, bounds, strict=True)
+        ]
+        self.bounds = [(math.log(low), math.log(high)) for low, high in bounds]
 
     def constants(self, point: Sequence[float], width: int) -> Constants:
-        attention, memory, read, launch_s, update_s, backward = map(math.exp, point[: self._common])
+        found = dict(zip(self._names, map(math.exp, point), strict=False))
+        of_width = point[len(self._names) + self._widths.index(width)]
+        found["matmul_efficiency"] = math.exp(of_width)
         return self._start.replaced(
-            attention_efficiency=min(1.0, attention),
-            memory_efficiency=min(1.0, memory),
-            read_efficiency=min(1.0, read),
-            launch_s=launch_s,
-            update_s=update_s,
-            backward=min(_BACKWARD[1], backward),
-            matmul_efficiency=min(1.0, math.exp(point[self._common + self._widths.index(width)])),
-        )
+            **{
+                name: value if name.endswith("_s")
+                else min(_BACKWARD[1] if name == "backward" else 1.0, value)
+                for name, value in found.items()
+            }
+        )  # fmt: skip
 
     def predicted_s(self, point: Sequence[float]) -> list[float]:
         models = {w: TimeModel(self.constants(point, w), self._engine) for w in self._widths}
@@ -119,25 +148,35 @@ class _Model:
             for one, layout in zip(self._timed, self._layouts, strict=True)
         ]
 
-    def cost(self, point: Sequence[float]) -> float:
-        pairs = zip(self.predicted_s(point), self._timed, strict=True)
-        return sum(math.log(p / t.measured_s) ** 2 for p, t in pairs) / len(self._timed)
+    def errors(self, point: Any) -> Any:
+        """Numbers with small squares: an error for each call, on a GPU for each constant too."""
+        predicted = np.array(self.predicted_s(point))
+        error = np.log(predicted / self._measured_s)
+        if not self._prior:
+            return error
+        bent = np.sqrt(2.0 * (np.hypot(1.0, error / _USUAL) - 1.0)) * _USUAL
+        away = self._prior * (np.array(point) - self.start)
+        return np.concatenate([np.copysign(bent, error), away])
 
 
 def _descended(model: _Model) -> list[float]:
-    point, cost = list(model.start), model.cost(model.start)
-    steps = [0.5] * len(point)
+    """Levenberg and Marquardt's method, within bounds."""
+    point, (low, high) = np.array(model.start), np.array(model.bounds).T
+    errors, damping = model.errors(point), 1e-2
     for _ in range(_ROUNDS):
-        if max(map(abs, steps)) < _FINE:
+        tried, now = point, errors
+        moved = [model.errors(point + step) for step in _FINE * np.eye(len(point))]
+        slopes = (np.array(moved) - errors).T / _FINE
+        squares = slopes.T @ slopes + 1e-9 * np.eye(len(point))
+        gained = 0.0
+        while not gained and damping < _MOST_DAMPING:
+            damped = squares + damping * np.diag(np.diag(squares))
+            step = np.linalg.solve(damped, -slopes.T @ errors)
+            tried = np.clip(point + np.clip(step, -1.0, 1.0), low, high)
+            now = model.errors(tried)
+            gained = max(0.0, float(errors @ errors - now @ now))
+            damping *= 0.2 if gained else 5.0
+        if gained <= _LEAST_GAIN:
             break
-        for axis, (low, high) in enumerate(model.bounds):
-            for step in (steps[axis], -steps[axis]):
-                tried = [*point]
-                tried[axis] = min(max(point[axis] + step, low), high)
-                now = model.cost(tried)
-                if now < cost:
-                    point, cost, steps[axis] = tried, now, 1.5 * step
-                    break
-            else:
-                steps[axis] *= 0.5
-    return point
+        point, errors = tried, now
+    return point.tolist()

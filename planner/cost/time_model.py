@@ -2,9 +2,10 @@
 
 Generation is prompts once, then one token after another. A decode step reads every weight and every
 row's keys and values, waits for the launches of its kernels where they take longer (on a CPU it
-waits for all of them), and adds the latency of two all-reduces per layer. With a pipeline the rows
-go round in as many groups as there are stages, and a token takes a full round. Rows that do not fit
-into the key-value cache at once run in waves.
+waits for all of them, and in a replayed graph each kernel for the one before), and adds the latency
+of two all-reduces per layer. With a pipeline the rows go round in as many groups as there are
+stages, and a token takes a full round. Rows that do not fit into the key-value cache at once run in
+waves.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def generate_time(
     prefill = _prefill_s(work, layout, machine, prompts)
     parts = _decode(work, layout, machine, rows / waves)
     return CallTime(
-        fixed_s=machine.call_s,
+        fixed_s=machine.call_s + machine.generate_s,
         prefill_s=waves * prefill,
         matmul_s=waves * parts[0],
         attention_s=waves * parts[1],
@@ -133,6 +134,8 @@ def _stage(
         layers * attended * work.context_flops / tp / machine.attention_flops_per_s,
     )
     launch = machine.waits_s(layers * machine.launch_s, matmul + attention)
+    if machine.replay_s is not None:
+        launch = layers * machine.replay_s
     sent = rows * work.hidden_size * work.dtype_bytes
     tp_comm = layers * 2.0 * all_reduce_s(links, sent, tp) if tp > 1 else 0.0
     cp_comm = layers * all_reduce_s(links, sent / tp, cp, tp) if cp > 1 else 0.0
@@ -148,6 +151,8 @@ def _stage(
 def _head(work: Work, layout: Layout, machine: MachineRates, rows: float) -> tuple[float, ...]:
     matmul = head_matmul_s(work, layout, machine, rows)
     launch = machine.waits_s(machine.launch_s, matmul)
+    if machine.replay_s is not None:
+        launch = machine.sample_s
     tp_comm = 0.0
     if layout.tp > 1:
         embedded = rows * work.hidden_size * work.dtype_bytes
@@ -208,6 +213,10 @@ class TimeModel:
 
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
         return kv_bytes_per_row(self._work(call), layout)
+
+    def tokens_per_row(self, call: Call) -> float:
+        """Tokens that a GPU computes of a row on average, where others may share its prompt."""
+        return self._work(call, on_cpu=False).tokens
 
     def _work(self, call: Call, *, on_cpu: bool = True) -> Work:
         known = self._works.get((id(call), on_cpu))

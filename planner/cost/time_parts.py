@@ -58,6 +58,12 @@ class MachineRates(NamedTuple):
     launch_s: float  # kernels of one layer's forward pass
     call_s: float  # any call
     update_s: float  # any optimizer step
+    micro_batch_s: float  # the host, of a micro-batch beside its layers
+    generate_s: float  # any generation
+    # a layer's kernels in a replayed decode step, and those around the layers; None if there are
+    # no graphs
+    replay_s: float | None
+    sample_s: float
     backward: float  # passes of a backward pass
     # whether kernels are launched, and weights read, while others compute; a CPU does one after the
     # other
@@ -77,6 +83,10 @@ class MachineRates(NamedTuple):
             constants.launch_s,
             constants.call_s,
             constants.update_s,
+            constants.micro_batch_s,
+            constants.generate_s,
+            constants.replay_s,
+            constants.sample_s,
             constants.backward,
             not mesh.is_cpu,
             links_of(mesh, constants),

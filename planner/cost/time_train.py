@@ -171,11 +171,15 @@ def _pipeline(
     stage = matmul + attention + launch + tp_comm + cp_comm + ep_comm + p2p
     head = head_matmul_s(work, layout, machine, size * work.reads / layout.cp)
     head_passes = 1.0 if work.kind == "forward" else work.head_products[machine.overlaps] - fewer
-    head_launch = machine.waits_s(machine.launch_s, head)
+    launch += head_passes * machine.waits_s(machine.launch_s, head)
+    if machine.micro_batch_s:  # within a micro-batch the host runs ahead of a GPU
+        launches = passes.compute * layers + head_passes
+        host = launches * machine.launch_s + machine.micro_batch_s
+        launch = max(launch, machine.waits_s(host, matmul + attention + head_passes * head))
     return CallTime(
         matmul_s=count * (matmul + head_passes * head),
         attention_s=count * attention,
-        launch_s=count * (launch + head_passes * head_launch),
+        launch_s=count * launch,
         tp_comm_s=count * tp_comm,
         cp_comm_s=count * cp_comm,
         ep_comm_s=count * ep_comm,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...dataflow.errors import PlanError
 from ..cost.calibration import Constants
-from ..cost.engine_model import EngineModel, RoleEngines
+from ..cost.engine_model import EngineModel, RoleEngines, tokens_on_device
 from ..cost.memory import Parts, rows_at_once
 from ..cost.time_model import TimeModel, move_time, offload_time
 from ..cost.time_parts import CallTime
@@ -339,7 +339,8 @@ class ModelTable:
     ) -> Iterator[CallPlan]:
         engine = self.engine_of(call)
         times = self._times[engine]
-        for size in [only[call.name].micro_batch] if only else self._micro_batches(call, sized[1]):
+        sizes = [only[call.name].micro_batch] if only else self._micro_batches(call, sized[1], mesh)
+        for size in sizes:
             if size not in sized:
                 sized[size] = sized[1].model_copy(update={"micro_batch": size})
             adds = engine.memory.transient(call, sized[size], on_cpu=mesh.is_cpu)
@@ -443,11 +444,17 @@ class ModelTable:
         rows = layout.micro_batch * call.tokens_longest
         return self.engine_of(call).packs_tokens or -(-rows // layout.cp)
 
-    def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
-        packed = self.engine_of(call).packs_tokens
+    def _micro_batches(self, call: Call, layout: Layout, mesh: Mesh) -> list[int]:
+        engine = self.engine_of(call)
+        packed = engine.packs_tokens
         if packed is not None:
             # Its memory does not follow from the count of rows.
-            return [max(1, int(packed / call.tokens_mean))]
+            tokens = call.tokens_mean
+            if not mesh.is_cpu:
+                room = mesh.memory_bytes - engine.memory.resident(call, layout).total
+                packed = tokens_on_device(engine, [(call, layout)], room) or packed
+                tokens = self._times[engine].tokens_per_row(call)
+            return [max(1, int(packed / tokens))]
         pinned = self.pins.get(call.name, {}).get("micro_batch")
         if isinstance(pinned, int):
             return [pinned]

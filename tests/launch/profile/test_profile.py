@@ -5,10 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.configs.references import option_file
 from penstock.configs.schema import ProfileConfig
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
@@ -35,13 +41,19 @@ from penstock.launch.profile.rank import (
     make_policy,
     within_nodes,
 )
-from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration
+from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration, Constants
+from penstock.planner.cost.calibration_fit import Timed, fit_constants
+from penstock.planner.cost.time_model import TimeModel
 from penstock.planner.cost.time_parts import all_reduce_s, links_of
-from penstock.planner.inputs.cluster import Mesh
+from penstock.planner.inputs.calls import Call, Lengths
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
+from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import shape_of
+from penstock.workers.engines.registry import DEFAULT
 
 from ..conftest import Penstock
 
+LINK = LinkSpec(bytes_per_s=4.5e11, latency_s=5e-6)
 QUICK = ("widths=[16]", "rows=2", "seconds=0.001")
 
 
@@ -134,7 +146,7 @@ def test_what_is_timed_is_what_the_planner_is_asked_about() -> None:
 def test_the_models_that_are_timed_have_the_dtype_asked_for() -> None:
     call = calls_of_width(16, 4, "bfloat16")[0]
     assert call.timed(0.5).call.model.dtype == "bfloat16"
-    policy = make_policy(call.width, call.dtype, "cpu")
+    policy = make_policy(call, "cpu")
     call.prepared(policy)()
 
 
@@ -144,9 +156,112 @@ def test_micro_batches_hold_no_more_tokens_than_a_worker_computes_at_once() -> N
     assert (many.micro_batch, few.micro_batch) == (64, 8)
 
 
+GPU = DeviceSpec(
+    name="a GPU",
+    memory_bytes=150 * 10**9,
+    flops_per_s={"bfloat16": 7.5e14},
+    memory_bytes_per_s=4e12,
+    host_bytes_per_s=5e10,
+)
+LARGE = shape_of(
+    option_file("model", "qwen2.5-1.5b")["architecture"], name="1.5B", dtype="bfloat16"
+)
+
+
+def gpu_calls() -> list[ProfileCall]:
+    widths = (1024, 1536, 2048)
+    return [c for w in widths for c in calls_of_width(w, 16, "bfloat16", "cuda", deep=w == 1536)]
+
+
+def test_large_calls_of_a_gpu_fill_the_micro_batches_of_a_run() -> None:
+    most = max(DEFAULT.planned.packs_on_device(LARGE))
+    fills = {call.name: call.timed(1.0) for call in gpu_calls() if call.rows >= 16}
+    for timed in fills.values():
+        if timed.call.kind != "generate":
+            assert timed.micro_batch * timed.call.tokens_mean == most
+    deep = [call.timed(1.0).call.model for call in gpu_calls() if call.layers == 12]
+    assert {(shape.num_layers, shape.hidden_size) for shape in deep} == {(12, 1536)}
+    assert (deep[0].num_heads, deep[0].num_key_heads, deep[0].head_dim) == (12, 3, 128)
+
+
+@pytest.mark.slow
+def test_every_call_of_a_gpu_runs() -> None:
+    for call in calls_of_width(16, 1, "float32", "cuda", deep=True):
+        if call.layers > 4 or call.kind != "generate":
+            call.prepared(make_policy(call, "cpu"))()
+
+
+def gpu_constants(width: int, changes: Mapping[str, float]) -> Constants:
+    """A device whose products are better the wider they are, as slow to begin with as real ones."""
+    usual = {
+        "matmul_efficiency": 0.5 if width < 1536 else 0.6,
+        "attention_efficiency": 0.35,
+        "memory_efficiency": 0.7,
+        "read_efficiency": 0.65,
+        "launch_s": 1e-3,
+        "update_s": 2e-2,
+        "micro_batch_s": 8e-3,
+        "generate_s": 2e-2,
+        "replay_s": 4e-5,
+        "sample_s": 2.5e-4,
+        "backward": 2.2,
+        "call_s": 0.0,
+    }
+    return GPU_DEFAULTS.replaced(**{**usual, **changes})
+
+
+def errors_of_a_step(changes: Mapping[str, float], noise: float) -> list[float]:
+    """Of a train and a generate call of a 1.5B, by constants that are fitted to a profile."""
+    node = NodeGroup(num_nodes=1, devices_per_node=1, device=GPU, within=LINK)
+    cluster = ClusterSpec(name="here", node_groups=(node,), between=LINK)
+    mesh, random = Mesh(cluster, (1,)), Random(0)
+
+    def seconds(constants: Constants, timed: Timed) -> float:
+        layout = Layout(micro_batch=timed.micro_batch)
+        return TimeModel(constants, DEFAULT.planned).call_time(timed.call, layout, mesh).total_s
+
+    calls = [call.timed(1.0) for call in gpu_calls()]
+    taken = [seconds(gpu_constants(t.width, changes), t) * (1 + random.gauss(0, noise))
+             for t in calls]  # fmt: skip
+    measured = [replace(t, measured_s=s) for t, s in zip(calls, taken, strict=True)]
+    fit = fit_constants(measured, cluster, GPU_DEFAULTS, DEFAULT.planned)
+    found = fit.found.at(1536).replaced(call_s=0.0)
+    errors: list[float] = []
+    for kind in ("train", "generate"):
+        step = Timed(
+            Call(name="", role="", kind=kind, model=LARGE, head="vocabulary", trained=True,
+                 num_sequences=128, prompt=Lengths.constant(300), response=Lengths.constant(256)),
+            micro_batch=29,
+            measured_s=1.0,
+        )  # fmt: skip
+        errors.append(seconds(found, step) / seconds(gpu_constants(1536, changes), step) - 1)
+    return errors
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    launch_s=st.floats(1e-4, 2e-3),
+    read=st.floats(0.3, 0.9),
+    matmul=st.floats(0.3, 0.8),
+    replay_s=st.floats(1e-5, 2e-4),
+    generate_s=st.floats(5e-3, 6e-2),
+)
+def test_host_and_device_of_a_gpu_are_told_apart(
+    launch_s: float, read: float, matmul: float, replay_s: float, generate_s: float
+) -> None:
+    changes = {"launch_s": launch_s, "read_efficiency": read, "matmul_efficiency": matmul,
+               "replay_s": replay_s, "generate_s": generate_s}  # fmt: skip
+    assert errors_of_a_step(changes, noise=0.0) == pytest.approx([0, 0], abs=0.05)
+
+
+def test_noise_leaves_a_step_of_a_gpu_within_its_goal() -> None:
+    assert errors_of_a_step({}, noise=0.05) == pytest.approx([0, 0], abs=0.15)
+
+
 def test_responses_have_their_full_length() -> None:
-    policy = make_policy(16, "float32", "cpu")
-    ProfileCall(kind="generate", width=16, rows=8, dtype="float32").prepared(policy)()
+    call = ProfileCall(kind="generate", width=16, rows=8, dtype="float32")
+    policy = make_policy(call, "cpu")
+    call.prepared(policy)()
     length = drain_metrics(policy)["response_length_min"]
     assert length.value == 48
 

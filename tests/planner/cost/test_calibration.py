@@ -29,7 +29,8 @@ from .time_cases import call_time, mesh
 
 FIELDS = (
     "matmul_efficiency, attention_efficiency, memory_efficiency, read_efficiency, "
-    "network_efficiency, launch_s, hop_s, stage_s, call_s, update_s, backward, corrections, source"
+    "network_efficiency, launch_s, hop_s, stage_s, call_s, update_s, "
+    "micro_batch_s, generate_s, replay_s, sample_s, backward, corrections, source"
 )
 
 

@@ -81,6 +81,22 @@ def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_
 
 
 @pytest.mark.slow
+def test_models_that_share_a_gpu_have_smaller_micro_batches(penstock: Penstock) -> None:
+    """Nothing is planned for one process; options of the user win."""
+    words = ("cluster=h100", "executor.device=cuda", "model=qwen2.5-1.5b", "model.tokenizer=task",
+             "algorithm=ppo", "algorithm.roles.reward.worker=rule")  # fmt: skip
+    found: list[str] = []
+    for more in ((), ("algorithm.roles.critic.options.micro_batch_tokens=500",)):
+        said = penstock("run", "--dry-run", *words, *more)
+        assert said.code == 0, said.err
+        found += [line for line in said.out.splitlines() if line.startswith("micro-batches")]
+    assert found == [
+        "micro-batches: 8,192 tokens of actor and critic; 16,384 tokens of ref",
+        "micro-batches: 8,192 tokens of actor; 500 tokens of critic; 16,384 tokens of ref",
+    ]
+
+
+@pytest.mark.slow
 def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN, "schedule=streaming", "schedule.streaming=7")

@@ -22,7 +22,8 @@ from penstock.launch.placement.place import check_layouts, choose, divide_groups
 from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.worker_specs import check_options, worker_spec
 from penstock.planner.cost.calibration import GPU_DEFAULTS
-from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload
+from penstock.planner.cost.engine_model import RoleEngines
+from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
@@ -142,7 +143,7 @@ def test_a_plan_is_one_that_its_engines_run(
 ) -> None:
     run = config(*pair)
     model = shape(family, key_heads, layers)
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     workload = Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32))
     try:
         plan = plan_step(
@@ -181,7 +182,7 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     run = config("fsdp", "torch")
     model = shape("qwen2", 8, 6)
     step = STEPS[0]
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     plan = plan_step(
         step,
         models_of(step, model),
@@ -204,11 +205,40 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     assert groups["actor.generate"].tensor_parallel == 1
 
 
+def test_micro_batches_fill_what_a_gpu_has_beside_its_models() -> None:
+    """And the ledger of the plan is of those that it says."""
+    engine, models = ENGINES["torch"].planned, models_of(STEPS[0], shape("qwen2", 8, 6))
+    workload = Workload(num_prompts=256, prompt=Lengths.constant(32), response=Lengths.constant(32))
+    calls = {call.name: call for call in calls_of(STEPS[0], workload, models)}
+    found: list[int] = []
+    for memory_mib in (330, 600, 900):
+        plan = plan_step(
+            STEPS[0],
+            models,
+            cluster(1, 1, memory_mib),
+            workload,
+            max_lag=0,
+            constants=GPU_DEFAULTS,
+            engines=RoleEngines(train=engine),
+        )
+        assert plan.prediction is not None
+        memory = plan.prediction.memory["all"]
+        assert memory.peak_bytes <= memory.capacity_bytes
+        for name in ("actor.train", "critic.train", "critic.value", "ref.logprob"):
+            packed = engine.memory.packed(
+                calls[name], plan.layouts[name], plan.micro_batch_tokens[name]
+            )
+            assert sum(memory.transient_bytes[name].values()) == packed.total
+        assert plan.micro_batch_tokens["critic.train"] == plan.micro_batch_tokens["critic.value"]
+        found.append(plan.micro_batch_tokens["actor.train"])
+    assert found == [4096, 8192, 16_384]
+
+
 def test_rows_are_shared_where_that_is_asked_for() -> None:
     """A pin is enough; `max_cp` says what is tried without one."""
     run = config("fsdp", "torch")
     step = STEPS[0]
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     plan = plan_step(
         step,
         models_of(step, shape("qwen2", 8, 6)),
@@ -380,7 +410,7 @@ def test_an_engine_of_ones_own_must_be_one(words: str, message: str) -> None:
 
 def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
     run = config("megatron", "vllm")
-    engines, others = run.engines.planned()
+    engines, others = run.engines.planned(run.executor.transport)
     step = STEPS[0]
     model = shape("mistral", 8, 2).model_copy(update={"family": "gemma"})
     with pytest.raises(PlanError) as caught:

@@ -1,14 +1,13 @@
 """Seconds of a call that scores responses on processor cores: a verifier, a sandbox, a judge.
 
 One of R ranks has its share of a step's responses, and n processes of its own take one after
-another. Responses differ, so the last process is late; and all processes together cannot compute
-more than the cores there are:
+another. Responses differ, so the last process is late; and where all processes together would
+compute more than the cores there are, each takes longer:
 
-    verifying = slower(R * n) * max(makespan(rows / R, n), rows * computing of a row / cores)
+    verifying = slower(R * n) * max(1, R * n * share that computes / cores) * makespan(rows / R, n)
 
-`slower` is how much longer a response takes while others are verified beside it, as measured. The
-ranks of the call's own group wait for it. Under a lag other groups compute meanwhile, so their
-devices keep their cores (`Mesh.cores`).
+`slower` is how much longer a response takes while others are verified beside it, as measured.
+`Mesh.cores` says which cores are free meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ..inputs.task_profile import VerifierProfile
 
 _PLAYED = 32  # responses of each process that are played through; of more the rest take the mean
 _ORDERS = 4  # orders of responses whose makespans are averaged
+_ENOUGH = 0.01  # share of the seconds for which no more processes are started
 
 
 @lru_cache(maxsize=1 << 14)
@@ -57,18 +57,23 @@ class Verifier:
     def seconds(self, num_ranks: int, num_processes: int, cores: float) -> float:
         found, rows = self.profile, -(-self.num_rows // num_ranks)
         at_once = num_ranks * min(num_processes, rows)
-        share = (at_once - 1) / max(found.at_once - 1, 1)
-        slower = 1.0 + (found.crowded - 1.0) * min(1.0, share)
-        taken_s = makespan_s(found.item_s, rows, num_processes)
-        return slower * max(taken_s, self.num_rows * found.item_cpu_s / cores)
+        share = min(1.0, (at_once - 1) / max(found.at_once - 1, 1))
+        slower = 1.0 + (found.crowded - 1.0) * share
+        slower *= max(1.0, at_once * self._computes / cores)
+        return slower * makespan_s(found.item_s, rows, num_processes)
+
+    @property
+    def _computes(self) -> float:
+        """The share of a response's seconds in which a core works."""
+        items = self.profile.item_s
+        return min(1.0, self.profile.item_cpu_s * len(items) / max(sum(items), 1e-9))
 
     def numbers(self, num_ranks: int, mesh: Mesh, cores: float) -> list[int]:
         """Numbers of processes of a rank that are worth a look, the fewest first."""
-        if self.profile.most is None:
-            return [self.profile.at_once]
-        if self.num_processes is not None:
-            return [self.num_processes]
-        rows, each = -(-self.num_rows // num_ranks), max(1, round(cores / num_ranks))
+        if self.profile.most is None or self.num_processes is not None:
+            return [self.num_processes or self.profile.at_once]
+        rows = -(-self.num_rows // num_ranks)
+        each = max(1, int(cores / num_ranks / max(self._computes, 1e-3)))
         most = min(rows, self.profile.most)
         if self.profile.process_bytes and mesh.host_bytes is not None:
             most = min(most, mesh.host_bytes // (num_ranks * self.profile.process_bytes))
@@ -78,7 +83,8 @@ class Verifier:
         return sorted(fewest or {1})
 
     def on(self, mesh: Mesh, *, lagged: bool) -> tuple[float, int]:
-        """The least seconds on a mesh, each device of which is a rank; processes of each rank."""
+        """Seconds on a mesh, each device of which is a rank, and the fewest processes that do."""
         num_ranks, cores = min(mesh.num_devices, self.num_rows), mesh.cores(lagged=lagged)
         numbers = self.numbers(num_ranks, mesh, cores)
-        return min((self.seconds(num_ranks, number, cores), number) for number in numbers)
+        found = [(self.seconds(num_ranks, number, cores), number) for number in numbers]
+        return next(one for one in found if one[0] <= min(found)[0] * (1 + _ENOUGH))

@@ -200,13 +200,14 @@ class ClusterSpec(_Spec):
         )
 
 
-def no_cores(cluster: ClusterSpec) -> PlanError:
-    """The refusal of a cluster whose cores are not known, for a step that computes on them."""
-    return PlanError(
-        f"cluster '{cluster.name}' does not say how many cores its nodes have, and this step "
-        "computes on cores\n    set cluster.cores_per_node (penstock plan), or measure its "
-        "machines again: penstock profile"
-    )
+def check_cores(cluster: ClusterSpec) -> None:
+    """Refuse a cluster whose cores are not known, for a step that computes on them."""
+    if any(group.cores_per_node is None for group in cluster.node_groups):
+        raise PlanError(
+            f"cluster '{cluster.name}' does not say how many cores its nodes have, and this step "
+            "computes on cores\n    set cluster.cores_per_node (penstock plan), or measure its "
+            "machines again: penstock profile"
+        )
 
 
 @dataclass(frozen=True)
@@ -243,15 +244,15 @@ class Mesh:
     def cores(self, *, lagged: bool) -> float:
         """Processor cores of its nodes that are free while its own devices wait.
 
-        Under a lag the other devices of its nodes compute: a CPU has its share of the cores, any
-        other device the core that launches its kernels.
+        Under a lag the others compute: a CPU has its share of the cores, and each other device a
+        core that launches its kernels.
         """
         free = 0.0
         for group, count in self._used:
-            nodes, cores = -(-count // group.devices_per_node), group.cores_per_node or 1
-            others = nodes * group.devices_per_node - count if lagged else 0
-            free += nodes * cores
-            free -= others * (cores / group.devices_per_node if group.device.is_cpu else 1.0)
+            devices = -(-count // group.devices_per_node) * group.devices_per_node
+            cores = devices / group.devices_per_node * (group.cores_per_node or 1)
+            taken = cores * (1.0 - count / devices) if group.device.is_cpu else devices
+            free += cores - (taken if lagged else 0.0)
         return max(1.0, free)
 
     @cached_property

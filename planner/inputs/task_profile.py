@@ -206,9 +206,8 @@ class TaskProfile(PlanData):
             )
             for name, one in self.verifiers.items()
         }
-        changes = {"calls": calls, "corrections": corrections, "learned_from": run}
-        changes |= {"verifiers": verifiers}
-        return self.model_copy(update=changes)
+        changes = {"calls": calls, "corrections": corrections, "verifiers": verifiers}
+        return self.model_copy(update={**changes, "learned_from": run})
 
     def check(self, setting: Mapping[str, str], file: str, measure: str) -> None:
         """Refuse a profile of something else.

@@ -19,7 +19,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.kinds import NodeKind
 from ..cost.acting import ActingLayout, ActingTimes, acting_times
 from ..formatting import bytes_text, seconds_text
-from ..inputs.cluster import ClusterSpec, no_cores
+from ..inputs.cluster import ClusterSpec, check_cores
 from ..inputs.task_profile import ActingPins, Inference, TaskProfile
 from .plan import GroupPlan, NodePrediction, OtherSchedule, Plan, Prediction, RunnerUp
 from .simulate import simulate
@@ -64,7 +64,8 @@ def plan_acting(
     """
     began_s = time.monotonic()
     _check_known(graph, profile)
-    cores = _cores(cluster)
+    check_cores(cluster)
+    cores = cluster.num_cores
     found = [
         layout
         for layout in layouts(graph, profile, cores, num_groups, pins)
@@ -168,13 +169,6 @@ def _check_known(graph: Graph, profile: TaskProfile) -> None:
             f"the profile of the task has no cost of '{node.name}'\n    measure the step as it is "
             "now: penstock profile algorithm=... task=..."
         )
-
-
-def _cores(cluster: ClusterSpec) -> int:
-    for group in cluster.node_groups:
-        if group.cores_per_node is None:
-            raise no_cores(cluster)
-    return cluster.num_cores
 
 
 def _fits(layout: ActingLayout, profile: TaskProfile, cluster: ClusterSpec) -> bool:

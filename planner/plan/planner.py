@@ -22,7 +22,7 @@ from ..cost.time_parts import CallTime
 from ..cost.verification import Verifier
 from ..formatting import bytes_text, seconds_text
 from ..inputs.calls import Call, Lengths, Workload, calls_of, needs_of
-from ..inputs.cluster import ClusterSpec, Mesh, no_cores
+from ..inputs.cluster import ClusterSpec, Mesh, check_cores
 from ..inputs.layout import Layout, check_layout, pinned_layout
 from ..inputs.model_shape import ModelShape, adapter_params
 from ..inputs.task_profile import TaskProfile
@@ -353,8 +353,8 @@ def plan_step(
         for node in graph.nodes
         if (one := known.get(node.name)) and models.get(role := node.role or "") is None
     )
-    if verifiers and any(group.cores_per_node is None for group in cluster.node_groups):
-        raise no_cores(cluster)
+    if verifiers:
+        check_cores(cluster)
     nodes = _in_order(graph, calls, verifiers)
     table = ModelTable(
         calls,

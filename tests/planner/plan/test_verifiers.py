@@ -122,9 +122,10 @@ def test_the_search_finds_what_looking_at_everything_finds(seed: int) -> None:
     table = EveryNumber(ModelTable(calls, GPU_DEFAULTS), verifier, lag > 0)
     best, *_ = all_plans((generate, own, train), table, on, lag)
     found_s = made.prediction.step_time_s
-    # Only powers of two of what waits are looked at; of what computes they hold the best.
+    # Only powers of two of what waits are looked at; of what computes they hold the best, and the
+    # fewest processes are taken that are within 1 % of it.
     assert best.step_time_s <= found_s * (1 + 1e-9)
-    assert found_s <= best.step_time_s * (1.0 + 1e-9 if waits == 0.0 else 1.3)
+    assert found_s <= best.step_time_s * (1.01 if waits == 0.0 else 1.3)
     assert made.prediction.gap < 1e-9
     assert simulate_plan(GRPO_GRAPH, made).step_time_s == pytest.approx(found_s, rel=1e-9)
 

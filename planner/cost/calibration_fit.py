@@ -165,8 +165,11 @@ def _descended(model: _Model) -> list[float]:
     errors, damping = model.errors(point), 1e-2
     for _ in range(_ROUNDS):
         tried, now = point, errors
-        moved = [model.errors(point + step) for step in _FINE * np.eye(len(point))]
-        slopes = (np.array(moved) - errors).T / _FINE
+        steps = np.where(point + _FINE > high, -_FINE, _FINE)  # a bound may be where it begins
+        moved = np.array([model.errors(point + step) for step in np.diag(steps)])
+        slopes = (moved - errors).T / steps
+        uphill = slopes.T @ errors
+        slopes[:, ((point >= high) & (uphill < 0)) | ((point <= low) & (uphill > 0))] = 0.0
         squares = slopes.T @ slopes + 1e-9 * np.eye(len(point))
         gained = 0.0
         while not gained and damping < _MOST_DAMPING:

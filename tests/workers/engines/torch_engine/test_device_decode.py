@@ -36,6 +36,7 @@ from penstock.workers.engines.torch_engine.device_decode import (
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.torch_engine.varlen import UsedPositions, attend_used
+from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout import sampling as sampling_of_tokens
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
@@ -43,6 +44,7 @@ from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.host_memory import HostCopy
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import BASE, EOS, TOKENIZER, VOCAB, make_policy, make_prompts
 from varlen_reference import use_reference
@@ -213,6 +215,28 @@ def test_a_batch_of_other_sizes_is_not_used_again(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(generator, "decode", decode)
             assert_same(found, sampled(network, sampling))
+
+
+def test_graphs_know_where_frozen_weights_lie_beside_adapters(monkeypatch: pytest.MonkeyPatch):
+    model = ModelSpec(architecture={**BASE, "model_type": "qwen2"})
+    lora: dict[str, Any] = {"lora": LoraSpec(rank=2, alpha=2.0), "optimizer": OptimizerSpec()}
+    policy: Any = TorchPolicySpec(model=model, end_ids=(EOS,), **lora).build(WorkerContext("actor"))
+    network, places = policy.network, list[tuple[int, int]]()
+
+    class Graphs:
+        def run(self, step: Any, span: int, weights_at: tuple[int, int]) -> None:
+            places.append(weights_at)
+            step(span)
+
+    monkeypatch.setattr(DeviceBatch, "_graphs", lambda self: Graphs())  # pyright: ignore[reportUnknownLambdaType]
+    sampling = Sampling(num_samples=1, max_new_tokens=4)
+    on_device(monkeypatch, network, sampling)
+    frozen = network.backbone.embedding
+    before = frozen.data
+    frozen.data = before.clone()
+    on_device(monkeypatch, network, sampling)
+    assert len({trained for trained, _ in places}) == 1
+    assert {where for _, where in places} == {before.data_ptr(), frozen.data_ptr()}
 
 
 # --- attention by the kernel over used lengths

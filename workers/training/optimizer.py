@@ -143,11 +143,14 @@ def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Ten
     return torch.cat(norms).double().square().sum()
 
 
-def _check_norm(norm: float, step: int) -> None:
+def _checked(there: Tensor, step: int) -> float:
+    """A gradient's norm, once the host has waited for it."""
+    norm = float(there)
     if not math.isfinite(norm):
         raise FloatingPointError(
             f"the gradient norm is {norm} at optimizer step {step}, which is not taken"
         )
+    return norm
 
 
 Clip = tuple[Tensor, Tensor]
@@ -285,20 +288,20 @@ class AdamW:
             # Before the norm, in which what is frozen has no share.
             grad[begin:end].zero_()
         own = self._own(grad)
-        on_device = self._square(own).sqrt()
-        if own.device.type in self.clips_at_once:
-            self._clip = clip_of(on_device, self._spec)
-        else:
-            norm = float(on_device)
-            _check_norm(norm, self.steps + 1)
-            if 0 < self._spec.max_grad_norm < norm:
-                own.mul_(self._spec.max_grad_norm / norm)
+        there = self._square(own).sqrt()
         self.steps += 1
-        self._update(own, lr)
-        norm = float(on_device)
-        if not math.isfinite(norm):
+        try:
+            if own.device.type in self.clips_at_once:
+                self._clip = clip_of(there, self._spec)
+                self._update(own, lr)
+                return _checked(there, self.steps)
+            norm = _checked(there, self.steps)
+        except FloatingPointError:
             self.steps -= 1  # none was taken
-        _check_norm(norm, self.steps + 1)
+            raise
+        if 0 < self._spec.max_grad_norm < norm:
+            own.mul_(self._spec.max_grad_norm / norm)
+        self._update(own, lr)
         return norm
 
     def _own(self, grad: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def test_where_there_is_no_room_for_a_copy_the_disk_goes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Scarce:
-        available = 1000
+        available, total = 1000, 1 << 40
 
     monkeypatch.setattr(psutil, "virtual_memory", Scarce)
     held = tensors()

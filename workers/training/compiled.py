@@ -61,16 +61,18 @@ class Compiled:
 
     def compiled(self, *inputs: Any) -> Any:
         """Call what is compiled, on any device, for as many rows as come."""
-        inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
+        inputs = tuple(
+            one.detach() if isinstance(one, Tensor) and one.requires_grad else one for one in inputs
+        )
         layout = tuple(
             (one.dtype, one.shape[1:]) if isinstance(one, Tensor) else one for one in inputs
         )
+        if (known := self._compiled.get(layout)) is not None:
+            return known(*inputs)
         dynamo: Any = importlib.import_module("torch._dynamo")
         for place in self._rows:
             if place < len(inputs):
                 dynamo.maybe_mark_dynamic(inputs[place], 0)
-        if layout in self._compiled:
-            return self._compiled[layout](*inputs)
         # A copy for each: torch compiles one function for few layouts, and then gives up.
         f: Any = self.function
         own = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__)

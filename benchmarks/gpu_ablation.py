@@ -100,6 +100,8 @@ SWITCHES = (
            [("", "_micro_batch_tokens", 4096), ("", "_trainer._micro_batch_tokens", 4096)]),
     Switch("gradients added in float32 by the product (S5)",
            [("training.weight_gradients", "AddedGradients.devices", frozenset[str]())]),
+    Switch("clipping in the optimizer's step (S6)",
+           [("training.optimizer", "AdamW.clips_at_once", frozenset[str]())]),
     Switch("kept logits (S6)", [(_LOGPROB, "keeps_logits", _never)]),
 )  # fmt: skip
 """Of training."""

@@ -17,6 +17,7 @@ from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.model_shape import ModelShape
+from penstock.workers.engines.engine import MICRO_BATCH_TOKENS
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker
@@ -106,7 +107,8 @@ def _trained(bench: Bench, name: str) -> Iterator[Figure]:
     yield figure
     lengths = batch.mask.sum(1).tolist()
     call = _call("train", bench.shape(name), sizes.prompt, lengths)
-    yield _memory(f"memory of training, {name}", call, figure.details["peak_gib"])
+    at_once: int = policy._micro_batch_tokens  # pyright: ignore[reportPrivateUsage]
+    yield _memory(f"memory of training, {name}", call, figure.details["peak_gib"], at_once)
     if sizes.is_cuda:
         waits = _waits(lambda: train_step(policy, batch, 2))
         yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
@@ -176,9 +178,12 @@ def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[in
     )  # fmt: skip
 
 
-def _memory(name: str, call: Call, peak_gib: float | None) -> Figure:
+def _memory(
+    name: str, call: Call, peak_gib: float | None, at_once: int = MICRO_BATCH_TOKENS
+) -> Figure:
     """How far the planner's ledger is from what torch had allocated."""
-    parts = torch_resident_parts(call).plus(torch_transient_parts(call, on_cpu=False))
+    adds = torch_transient_parts(call, micro_batch_tokens=at_once, on_cpu=False)
+    parts = torch_resident_parts(call).plus(adds)
     predicted_gib = parts.total / 2**30
     details = {"predicted_gib": predicted_gib, "measured_gib": peak_gib}
     if peak_gib is None:
@@ -236,4 +241,5 @@ def logprobs(bench: Bench) -> Iterator[Figure]:
             f"memory of log-probabilities of {length} tokens, {name}",
             _call("forward", shape, sizes.prompt, [sampled]),
             peak_gib,
+            policy._micro_batch_tokens,  # pyright: ignore[reportPrivateUsage]
         )

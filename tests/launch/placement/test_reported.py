@@ -103,6 +103,7 @@ def test_a_plan_for_more_than_ray_has_is_refused(address: str, penstock: Penstoc
             "output=plan.json",
             "workload.prompt=8",
             "workload.response=8",
+            "plan.pins.num_devices.actor=4",
         ),
     )
     assert made.code == 0, made.err

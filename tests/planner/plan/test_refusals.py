@@ -50,10 +50,10 @@ def test_zero_3_on_eight_devices_without_computing_activations_again() -> None:
     with pytest.raises(PlanError) as refused:
         plan(8, **ZERO_3, checkpointing=False)
     assert str(refused.value) == (
-        "'actor' fits nowhere on cluster 'h100'. At best: 'actor' alone on 8 x h100: 119 GiB per "
-        "device are needed, 71.7 GiB are there, 47.8 GiB are lacking\n"
-        "group 'all' does not fit: during 'actor.train' each of its 8 devices needs 119 GiB, but "
-        "roles can use 71.7 GiB; 47.8 GiB (51284638592 bytes) are missing. The largest part is "
+        "'actor' fits nowhere on cluster 'h100'. At best: 'actor' alone on 8 x h100: 122 GiB per "
+        "device are needed, 71.7 GiB are there, 50.4 GiB are lacking\n"
+        "group 'all' does not fit: during 'actor.train' each of its 8 devices needs 122 GiB, but "
+        "roles can use 71.7 GiB; 50.4 GiB (54121240448 bytes) are missing. The largest part is "
         "activations, 96.3 GiB\n"
         "group                           weights  gradients  optimizer  activations    logits  "
         "kv cache     total\n"
@@ -61,10 +61,10 @@ def test_zero_3_on_eight_devices_without_computing_activations_again() -> None:
         "       -  16.0 GiB\n"
         "        while: actor.generate  3.55 GiB          -          -      334 MiB  11.6 MiB  "
         "7.00 GiB  10.9 GiB\n"
-        "        while: actor.train     2.90 GiB   2.32 GiB          -     96.3 GiB  2.00 GiB  "
-        "       -   104 GiB\n"
-        "        peak                   4.67 GiB   5.86 GiB   10.6 GiB     96.3 GiB  2.00 GiB  "
-        "       -   119 GiB\n"
+        "        while: actor.train     2.90 GiB   2.32 GiB          -     96.3 GiB  4.64 GiB  "
+        "       -   106 GiB\n"
+        "        peak                   4.67 GiB   5.86 GiB   10.6 GiB     96.3 GiB  4.64 GiB  "
+        "       -   122 GiB\n"
         "the cheapest change that makes it fit: plan.pins.layouts.actor.train.checkpointing=true "
         "(now false)"
     )
@@ -75,7 +75,7 @@ def test_zero_3_on_eight_devices_fits_with_activations_computed_again() -> None:
     assert made.prediction is not None
     (memory,) = made.prediction.memory.values()
     held = memory.resident_total_bytes + sum(memory.transient_bytes["actor.train"].values())
-    assert held == pytest.approx(25e9, rel=0.2)
+    assert held == pytest.approx(31e9, rel=0.05)
 
 
 def test_whoever_pins_nothing_gets_what_fits() -> None:
@@ -89,8 +89,8 @@ def test_one_device_is_refused_whatever_is_computed_again(layout: dict[str, Any]
         plan(1, rows=1, **layout)
     lines = str(refused.value).splitlines()
     assert lines[0].startswith(
-        "'actor' fits nowhere on cluster 'h100'. At best: 'actor' alone on 1 x h100: 134 GiB per "
-        "device are needed, 71.7 GiB are there, 62.5 GiB are lacking"
+        "'actor' fits nowhere on cluster 'h100'. At best: 'actor' alone on 1 x h100: 135 GiB per "
+        "device are needed, 71.7 GiB are there, 63.7 GiB are lacking"
     )
     assert lines[-1] == (
         "the cheapest change that makes it fit: cluster.devices_per_node=3 (now 1); or "

@@ -27,7 +27,7 @@ from penstock.workers.engines.torch_engine.declaration import (
 )
 from torch import Tensor
 
-MFU = {"qwen2.5-0.5b": 0.35, "qwen2.5-1.5b": 0.45}
+MFU = {"qwen2.5-0.5b": 0.24, "qwen2.5-1.5b": 0.42}
 """Goals of training: the share of the data sheet's products."""
 
 MEMORY_ERROR = 0.1

@@ -28,7 +28,7 @@ from penstock.workers.models.lora import LoraSpec
 from penstock.workers.training.host_memory import MEMORY_TO_SPARE
 from torch.profiler import ProfilerActivity, profile
 
-BANDWIDTH = 0.35
+BANDWIDTH = 0.5
 LORA_RANK = 16
 WAITS = 1 / 16
 LAUNCHES = (

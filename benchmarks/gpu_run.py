@@ -81,11 +81,12 @@ class Case:
 
     Args:
         bench: The sizes.
+        share: One in so many of a step's prompts.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, share: int = 4) -> None:
         sizes = self.sizes = bench.sizes
-        self.bench, self.num_prompts = bench, sizes.step_prompts // 4
+        self.bench, self.num_prompts = bench, max(1, sizes.step_prompts // share)
         self.response = sizes.decode_tokens
         self.rows = self.num_prompts * SAMPLES
 
@@ -223,7 +224,7 @@ def in_place(bench: Bench) -> Iterator[Figure]:
     Both on one device and in one process: how long weights take from the one to the other, and how
     much the device holds.
     """
-    case, name = Case(bench), bench.sizes.large
+    case, name = Case(bench, share=16), bench.sizes.large
     found: dict[str, dict[str, Any]] = {}
     for side in ("in place", "in turns"):
         graph, steps = case.graph(), list[float]()

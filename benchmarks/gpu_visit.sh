@@ -2,8 +2,8 @@
 # One call of a visit to a GPU that is lent for fifteen minutes: bash benchmarks/gpu_visit.sh 1|2|3
 #
 #   1  what the device can do, the tests, what each fast piece brings, and decoding
-#   2  kernels, log-probabilities, a step against its profile, two layouts, adapters, the same bits
-#   3  every path once and two kills, conversations, a run by its own plan, other engines
+#   2  kernels, log-probabilities, a step, adapters, the same bits
+#   3  a profile and a run by its own plan, two layouts of one model, every path once, conversations
 #
 # On an H200 with 16 cores `penstock plan` took 15 s, nearly all of it imports, and a run of three steps
 # beside eleven others 22 to 31 s; two kills are six such runs, one after another.
@@ -85,13 +85,15 @@ case $call in
     ;;
 2)
     stages 130 decode kernels logprobs
-    [ -f "$VISIT/runs/plan/calibration.json" ] || stages 100 plan
     stages 60 step
-    stages 120 in_place adapters
+    stages 80 adapters
     stages 60 determinism
     tests 130
     ;;
 3)
+    stages 180 plan
+    stages 60 step
+    stages 150 in_place
     OMP_NUM_THREADS=2 stages 220 paths
     stages 110 runs
     stages 150 agents

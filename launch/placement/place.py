@@ -27,6 +27,7 @@ from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.task_profile import TaskProfile
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...planner.report.plan_texts import cluster_text, placement_text
+from ...workers.engines.engine import MICRO_BATCH_TOKENS
 from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.assignment import Machine, NoRoom, assign, shares_of
 from ...workers.executors.registry import PARALLEL_EXECUTOR
@@ -187,7 +188,7 @@ def _with_micro_batches(run: Run, plan: Plan, placement: Placement) -> Plan:
     out for itself, as if it had its device alone.
     """
     graph, engines, room = run.main.graph, run.engines, _device_bytes(run, plan)
-    if plan.micro_batch_tokens or room is None:
+    if plan.micro_batch_tokens or not run.executor.device.startswith("cuda"):
         return plan
     try:
         calls = calls_of(graph, _LONG, PlanInputs(run).models({}))
@@ -212,7 +213,11 @@ def _with_micro_batches(run: Run, plan: Plan, placement: Placement) -> Plan:
             asked.setdefault(call.role, [])
             asked[call.role] += [(call, layout)] if call.kind != "generate" else []
         for role, of_role in asked.items():
-            tokens = tokens_on_device(engines.trainer(role).planned, of_role, room - held)
+            planned, tokens = engines.trainer(role).planned, None
+            if room is not None:
+                tokens = tokens_on_device(planned, of_role, room - held)
+            elif len(asked) > 1:  # none of them has the device for itself
+                tokens = MICRO_BATCH_TOKENS
             found |= {call.name: tokens for call, _ in of_role if tokens is not None}
     return plan.model_copy(update={"micro_batch_tokens": found})
 

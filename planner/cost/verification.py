@@ -76,11 +76,12 @@ class Verifier:
         each = max(1, int(cores / num_ranks / max(self._computes, 1e-3)))
         most = min(rows, self.profile.most)
         if self.profile.process_bytes and mesh.host_bytes is not None:
-            most = min(most, mesh.host_bytes // (num_ranks * self.profile.process_bytes))
+            room = mesh.host_bytes // (num_ranks * self.profile.process_bytes)
+            most = max(1, min(most, room))
         tried = {1 << power for power in range(most.bit_length())} | {1, 3, each, most}
         # Of those with which a process has equally many responses, the fewest.
         fewest = {-(-rows // -(-rows // number)) for number in tried if number <= most}
-        return sorted(fewest or {1})
+        return sorted(fewest)
 
     def on(self, mesh: Mesh, *, lagged: bool) -> tuple[float, int]:
         """Seconds on a mesh, each device of which is a rank, and the fewest processes that do."""

@@ -244,8 +244,8 @@ class Mesh:
     def cores(self, *, lagged: bool) -> float:
         """Processor cores of its nodes that are free while its own devices wait.
 
-        Under a lag the others compute: a CPU has its share of the cores, and each other device a
-        core that launches its kernels.
+        Under a lag the others compute: a CPU has its share of the cores, and each GPU of a node a
+        core, for the process that launches its kernels.
         """
         free = 0.0
         for group, count in self._used:

@@ -55,7 +55,8 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                _say(f"{self.function.__name__} could not be compiled: {str(error)[:_MOST_TOLD]}")
+                said = f"{self.function.__name__} could not be compiled: {str(error)[:_MOST_TOLD]}"
+                _say(said, "tell it to Penstock's authors, with the versions of torch and triton")
                 self._fails = True
                 return self._plain(*inputs)
 
@@ -64,9 +65,9 @@ class Compiled:
         inputs = tuple(
             one.detach() if isinstance(one, Tensor) and one.requires_grad else one for one in inputs
         )
-        layout = tuple(
-            (one.dtype, one.shape[1:]) if isinstance(one, Tensor) else one for one in inputs
-        )
+        # What torch would compile again for, and give up after eight times.
+        asked = torch.are_deterministic_algorithms_enabled()
+        layout = (asked, *map(_layout_of, inputs))
         if (known := self._compiled.get(layout)) is not None:
             return known(*inputs)
         dynamo: Any = importlib.import_module("torch._dynamo")
@@ -97,7 +98,7 @@ def _can_compile() -> bool:
     try:
         importlib.import_module("triton")
     except ImportError:
-        _say("this torch has no Triton")
+        _say("this torch has no Triton", "install triton of the version that torch asks for")
         return False
     return True
 
@@ -113,10 +114,16 @@ def _options() -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if hasattr(inductor, name)}
 
 
-def _say(what: str) -> None:
+def _layout_of(one: Any) -> object:
+    if not isinstance(one, Tensor):
+        return one
+    return one.dtype, one.shape[1:], one.stride(), one.shape[:1] == (1,)
+
+
+def _say(what: str, help_: str) -> None:
     warnings.warn(
         f"the device moves more memory than it has to: {what}\n"
-        "    the same is computed without; install triton of the version that torch asks for",
+        f"    the same is computed without; {help_}",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -56,7 +56,10 @@ class HostRoom:
 
     def _make(self) -> None:
         while self.num_bytes < self._ahead_bytes:
-            self._free.append(self._new())
+            try:
+                self._free.append(self._new())
+            except RuntimeError:  # `take` asks again, and raises it where it is needed
+                self._ahead_bytes = 0
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, u8 each, of that many bytes or more; not handed out again until `give_back`."""
@@ -71,9 +74,10 @@ class HostRoom:
         return found
 
     def _new(self) -> Tensor:
+        made = torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         with self._lock:
             self.num_bytes += self.piece_bytes
-        return torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return made
 
     def _check(self, more: int) -> None:
         memory = psutil.virtual_memory()
@@ -189,12 +193,30 @@ def copy_in(
     which is filled while the other is sent: several times as fast.
     """
     room, pieces, sent_off = room or _PINNED, list[Tensor](), deque[Any]()
+    try:
+        _copy_in(pairs, device, room, mark, pieces, sent_off)
+    finally:
+        for event in sent_off:
+            event.synchronize()  # before others write to the pieces
+        room.give_back(pieces)
+
+
+def _copy_in(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    device: str,
+    room: HostRoom,
+    mark: Callable[[], Any],
+    pieces: list[Tensor],
+    sent_off: deque[Any],
+) -> None:
     for place, data in pairs:
-        fits = place.is_contiguous() and data.is_contiguous() and place.dtype == data.dtype
+        fits = (place.shape, place.dtype) == (data.shape, data.dtype)
+        fits = fits and place.is_contiguous() and data.is_contiguous()
         if place.device.type != device or data.device.type != "cpu" or not (fits and data.numel()):
             place.copy_(data)
             continue
-        pieces = pieces or room.take(2 * room.piece_bytes)
+        if not pieces:
+            pieces += room.take(2 * room.piece_bytes)
         there, here = (x.reshape(-1).view(torch.uint8) for x in (place, data))
         parts = (x.split(room.piece_bytes) for x in (there, here))
         for to, part in zip(*parts, strict=True):
@@ -204,9 +226,6 @@ def copy_in(
             staged = pieces[0][: len(part)].copy_(part)
             to.copy_(staged, non_blocking=True)
             sent_off.append(mark())
-    for event in sent_off:
-        event.synchronize()  # before others write to the pieces
-    room.give_back(pieces)
 
 
 def cut_pieces(pieces: Sequence[Tensor], sizes: Iterable[int]) -> Iterator[list[Tensor]]:

@@ -290,6 +290,7 @@ class AdamW:
         own = self._own(grad)
         there = self._square(own).sqrt()
         self.steps += 1
+        self._clip = None
         try:
             if own.device.type in self.clips_at_once:
                 self._clip = clip_of(there, self._spec)

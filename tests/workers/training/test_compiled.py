@@ -58,6 +58,37 @@ def test_it_is_compiled_once_for_all_numbers_of_rows_and_again_for_another_width
     assert options == [chosen, chosen]
 
 
+def test_neither_a_single_row_first_nor_another_mode_makes_torch_give_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled_for: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_for.append(len(inputs))
+        return graph.forward
+
+    whole = torch.compile
+
+    def compile_(function: Any, **kwargs: Any) -> Any:
+        del kwargs["options"]
+        return whole(function, backend=backend, **kwargs)
+
+    function = on_device(monkeypatch, compile_)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for rows in range(1, 13):
+            for asked in (False, True):
+                torch.use_deterministic_algorithms(asked)
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(function.compiled(x, torch.ones(4)), x * 2 + 1)
+        for rows in range(2, 13):  # every second column
+            x = torch.randn(rows, 8)[:, ::2]
+            torch.testing.assert_close(function.compiled(x, torch.ones(4)), x * 2 + 1)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(compiled_for) == 5
+
+
 def test_it_is_compiled_for_more_widths_than_torch_compiles_one_function_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

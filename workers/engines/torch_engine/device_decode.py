@@ -217,7 +217,9 @@ def decode_on_device(
     # Calls of about the same size have the same.
     positions = span_bucket(sampler.longest(waiting))
     batch = kept.take(sampler, min(len(waiting), max_rows), positions)
-    if batch is None:
+    # Processes that divide the model have it together, or none has it.
+    all_have = network.agreed(int(batch is not None))
+    if batch is None or not all_have:
         if network.device.type == "cuda":
             max_rows = network.agreed(
                 rows_in_memory(network.backbone, network.device, positions, max_rows)

@@ -363,7 +363,7 @@ class TorchTurns:
         position = self._batch.position(self._slots[request.row])
         known = sum(1 for _ in takewhile(bool, map(eq, request.text, held)))
         shown = list(request.text[position:])
-        if known < position or len(shown) > position:
+        if known < position or not shown or len(shown) > position:
             return False
         self._sampler.read(request.row, shown)
         self._batch.resume(self._slots[request.row], len(request.text) + request.max_new_tokens)
@@ -455,6 +455,7 @@ class TorchGenerator(GenerationEngine):
                 f"conversations need a model that {self.name} decodes itself (Llama, Qwen2 or "
                 f"Qwen3), and this is a {type(self._module).__name__}\n    set rollout=vllm"
             )
+        self._kept.give_up()  # before it is counted how many rows have room
         sampler = TurnSampler(
             num_rows,
             sampling,

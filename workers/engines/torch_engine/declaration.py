@@ -64,6 +64,10 @@ class _Row(NamedTuple):
     response: int  # Tokens
 
 
+_ADAPTER_COPIES = 6
+"""Bytes on a GPU for each weight of adapters: in 16 bits, and joined, with zeros between them."""
+
+
 class PackSizes(NamedTuple):
     """A micro-batch as the engine lays it out."""
 
@@ -282,16 +286,17 @@ def torch_transient_parts(
     max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False, on_cpu: bool = True,
 ) -> Parts:  # fmt: skip
     """Bytes that a call adds while it runs: the largest of its moments."""
+    copies = Parts(0 if on_cpu else _ADAPTER_COPIES * call.model.adapter_params)
     if call.kind == "generate":
         rows = -(-call.num_sequences // num_ranks)
-        return max(_generate(call, rows, max_decode_rows), key=sum)
+        return max(_generate(call, rows, max_decode_rows), key=sum).plus(copies)
     moments: list[Parts] = []
     for pack in expected_packs(call, num_ranks, micro_batch_tokens, on_cpu=on_cpu):
         if call.kind == "train":
             moments += _train(call, pack, checkpointing, on_cpu)
         else:
             moments += _forward(call, pack, on_cpu)
-    return max(moments, key=sum)
+    return max(moments, key=sum).plus(copies)
 
 
 # --- bytes per token ------------------------------------------------------------------------------

@@ -70,14 +70,14 @@ def test_a_file_takes_the_place_of_the_pins(penstock: Penstock) -> None:
         (None, "'plan.compare': 'pins.yaml' cannot be read: No such file or directory"),
         ("",
          "'plan.compare': 'pins.yaml': expected keys of plan.pins, got null\n    its keys are: "
-         "together, apart, num_devices, devices, layouts, acting"),
+         "together, apart, num_devices, devices, layouts, num_processes, acting"),
         ("a: [",
          "'plan.compare': 'pins.yaml' is no YAML file: while parsing a flow node expected the "
          'node content, but found \'<stream end>\' in "pins.yaml", line 1, column 5'),
         ("layots: {}",
          "'plan.compare': 'pins.yaml':\nthere is no key 'plan.pins.layots'; did you mean "
          "'plan.pins.layouts'?\n    plan.pins has: together, apart, num_devices, devices, layouts, "
-         "acting"),
+         "num_processes, acting"),
         ("together: [[actor, critic]]",
          "'plan.compare': 'pins.yaml':\n'plan.pins.together' names a call group 'critic', which "
          "the step does not have\n    its call groups are: actor"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ import torch
 from penstock.workers.training import compiled
 from penstock.workers.training.compiled import Compiled, number
 from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _compiles() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """Whatever vLLM, which has torch compile nothing, may have left in this process."""
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    with dynamo.patch(disable=False):
+        yield
 
 
 def twice_and(x: Tensor, y: Tensor) -> Tensor:

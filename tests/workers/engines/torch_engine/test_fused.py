@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -264,6 +265,8 @@ def test_what_the_compiler_makes_rounds_as_well(
             return self.compiled(*inputs)
 
     use_functions(monkeypatch, call)
-    compiled = _outcome(family, torch.bfloat16)
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    with dynamo.patch(disable=False):  # as vLLM leaves it in a process
+        compiled = _outcome(family, torch.bfloat16)
     torch.testing.assert_close(compiled[0], plain[0], rtol=0, atol=2e-6)
     assert _distance(compiled[1], plain[1]) < 0.01

@@ -156,7 +156,7 @@ def _loop(run: Run, node: Node, specs: Any, size: int, seconds: float) -> LoopPr
                 method = getattr(workers[node.role or ""], node.method or "")
                 method(**_arguments(node, tables, workers | timed))
             found.append(_turns(size, timer))
-    # The first one makes the environments. What else the machine does only ever adds to a time.
+    # The first one makes the environments. Other load only lengthens a time, so the least counts.
     return min(found[1:], key=lambda one: one.step_s + one.ask_s)
 
 
@@ -215,7 +215,7 @@ def _verifiers(run: Run, seconds: float) -> dict[str, VerifierProfile]:
             "task to measure\n    measure the machine: penstock profile, without algorithm= and "
             "task="
         )
-    # What starts from a stage before is measured as it is before that.
+    # A model that starts from an earlier stage's result is measured untrained.
     untrained = {"start": MODEL, "start_mean": {}}
     earlier = {stage.name for stage in run.stages[:-1]}
     roles = {
@@ -281,7 +281,7 @@ def _verifier(node: Node, spec: Any, tables: dict[str, Any], seconds: float) -> 
         while (len(items) < rows and spent_s < _LONGEST * seconds) or spent_s < seconds:
             items.append(score([len(items) % rows]))
             spent_s += items[-1]
-        # What else the machine does only ever adds to a time.
+        # Other load only lengthens a time, so the least of several counts.
         least_s = [min(items[row::rows]) for row in range(min(rows, len(items)))]
         taken, before_s = range(len(least_s)), cpu_s()
         whole_s = min(score(taken), score(taken))

@@ -70,7 +70,7 @@ class Constants(PlanData):
     """A layer's kernels in a decode step that is replayed as one graph, beyond what they read and
     compute: each waits for the one before. None if they are launched one by one."""
     sample_s: Seconds = 0.0
-    """The same of a replayed step outside of its layers: embedding, head, sampling."""
+    """The kernels of such a step that are in no layer: embedding, head, sampling."""
     backward: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 2.0
     """A backward pass through a layer, in forward passes. Its products are two; what is no product
     may be more."""

@@ -63,9 +63,9 @@ class EngineMemory:
         return transient_parts(call, layout, borrows=borrows, rows=rows)
 
     def packed(self, call: Call, layout: Layout, micro_batch_tokens: int) -> Parts:
-        """The same for a forward or train call on a GPU, for micro-batches of so many tokens.
+        """Bytes that a forward or train call adds on a GPU, at so many tokens a micro-batch.
 
-        Asked of engines that pack tokens and choose how many (`EngineModel.packs_on_device`).
+        Only engines are asked that choose their micro-batch (`EngineModel.packs_on_device`).
         """
         return self.transient(call, layout, on_cpu=False)
 

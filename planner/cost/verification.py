@@ -79,7 +79,7 @@ class Verifier:
             room = mesh.host_bytes // (num_ranks * self.profile.process_bytes)
             most = max(1, min(most, room))
         tried = {1 << power for power in range(most.bit_length())} | {1, 3, each, most}
-        # Of those with which a process has equally many responses, the fewest.
+        # Several numbers may give each process equally many responses: keep the least of them.
         fewest = {-(-rows // -(-rows // number)) for number in tried if number <= most}
         return sorted(fewest)
 

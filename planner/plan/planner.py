@@ -544,7 +544,7 @@ class _Writer:
         if engine.packs_tokens is None:
             return {}
         own = {call.name: plans[call.name] for call in calls}
-        # What a call holds beside its activations: a view, or a model that waits in host memory.
+        # A call may also hold a view, or a model that waits in host memory otherwise.
         beside = {
             call.name: own[call.name].transient.less(
                 memory.transient(call, own[call.name].layout, on_cpu=False)

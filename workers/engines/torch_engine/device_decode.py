@@ -280,7 +280,7 @@ class DeviceBatch(Batch):
         self._response = torch.zeros(len(self.row), dtype=torch.int64)
         self._whole = (self.row, self.live, self.held, self._position, self._token)
         self._whole_cache: list[tuple[Tensor, Tensor]] = []
-        # Of the step, by the number of rows, on a CUDA device. Without them it runs as it is.
+        # Number of rows -> captured steps; empty on a CPU, where a step runs uncaptured.
         self.graphs: dict[int, StepGraphs] = {}
         words = _KEPT_BYTES_PER_WORD * len(self._backbone.embedding)
         self.num_bytes = len(self.row) * (_cache_bytes(self._backbone, longest) + words)

@@ -230,7 +230,7 @@ class _TokenLogprob(torch.autograd.Function):
         return to_states, *found, None, None, None, None
 
 
-def _sums_as_they_are(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor]:
+def _sums_eager(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor]:
     """The largest logit over a temperature, the logarithm of `exponential_sums`, and entropies."""
     found = [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2 + weighted)]
     for part in _chunks(len(logits), _bounds(logits[0])[1]):
@@ -243,7 +243,7 @@ def _sums_as_they_are(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor
     return found
 
 
-def _sums_at_once(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor]:
+def _sums_compiled(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor]:
     z = logits.float() / by
     largest = z.amax(-1)
     z = z - largest[:, None]
@@ -255,7 +255,7 @@ def _sums_at_once(logits: Tensor, by: Tensor, weighted: bool) -> list[Tensor]:
     return [largest, total.log(), (total.log() - spread / total).clamp(min=0)]
 
 
-def _change_as_it_is(
+def _change_eager(
     logits: Tensor,
     by: Tensor,
     largest: Tensor,
@@ -282,7 +282,7 @@ def _before_sums(
     return finite_(z).add_(entropy).mul_(-of_entropy).add_(scale).mul_(p)
 
 
-def _change_at_once(
+def _change_compiled(
     logits: Tensor,
     by: Tensor,
     largest: Tensor,
@@ -298,8 +298,8 @@ def _change_at_once(
     logits.copy_(z.exp() * factor / by)
 
 
-_sums = Compiled(_sums_at_once, (0,), _sums_as_they_are)
-_change = Compiled(_change_at_once, (0, 2, 3, 4, 5, 6), _change_as_it_is)
+_sums = Compiled(_sums_compiled, (0,), _sums_eager)
+_change = Compiled(_change_compiled, (0, 2, 3, 4, 5, 6), _change_eager)
 
 
 def _first_of_each(keys: Tensor) -> Tensor:

@@ -159,14 +159,14 @@ def _before_norm_alone(
     return to_x, to_norm if needs_norm else None, _norm(x, norm, eps)[0] if needs_normed else None
 
 
-def _sum_norm_as_it_is(
+def _sum_norm_eager(
     x: Tensor, change: Tensor, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     total = x + change
     return total, *_norm(total, norm, eps)
 
 
-def _sum_norm_at_once(x: Tensor, change: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, ...]:
+def _sum_norm_compiled(x: Tensor, change: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, ...]:
     """The sum, its norm, and what each row was multiplied by."""
     total = x + change
     wide = total.float()
@@ -174,14 +174,14 @@ def _sum_norm_at_once(x: Tensor, change: Tensor, norm: Tensor, eps: float) -> tu
     return total, (wide * scale * norm).to(x.dtype), scale
 
 
-def _before_sum_norm_as_it_is(
+def _before_sum_norm_eager(
     upstream: Tensor, total: Tensor, scale: Tensor, norm: Tensor, after: Tensor, *asked: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     to_total, to_norm, normed = _before_norm_alone(upstream, total, scale, norm, *asked)
     return to_total.add_(after), to_norm, normed
 
 
-def _before_sum_norm_at_once(
+def _before_sum_norm_compiled(
     upstream: Tensor,
     total: Tensor,
     scale: Tensor,
@@ -201,8 +201,8 @@ def _before_sum_norm_at_once(
     return to_total, to_norm, (normed * norm).to(total.dtype) if needs_normed else None
 
 
-_sum_norm = Compiled(_sum_norm_at_once, (0, 1), _sum_norm_as_it_is)
-_before_sum_norm = Compiled(_before_sum_norm_at_once, (0, 1, 2, 4), _before_sum_norm_as_it_is)
+_sum_norm = Compiled(_sum_norm_compiled, (0, 1), _sum_norm_eager)
+_before_sum_norm = Compiled(_before_sum_norm_compiled, (0, 1, 2, 4), _before_sum_norm_eager)
 
 # --- rotary embedding
 
@@ -260,29 +260,29 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def _heads_turned_back_as_it_is(
+def _heads_turned_back_eager(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     return torch.cat([*(_turn(one, cos, sin, -1) for one in (query, key)), value], dim=1)
 
 
-def _turned_at_once(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     to_left = (left * cos).float() - right.float() * sin
     to_right = (right * cos).float() + left.float() * sin
     return torch.cat([to_left.to(x.dtype), to_right.to(x.dtype)], dim=-1)
 
 
-def _turned_back_at_once(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_back_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1)
     parts = (left * cos + right * sin, right * cos - left * sin)
     return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
 
 
-def _heads_turned_back_at_once(
+def _heads_turned_back_compiled(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    turned = _turned_back_at_once(torch.cat([query, key], dim=1), cos, sin)
+    turned = _turned_back_compiled(torch.cat([query, key], dim=1), cos, sin)
     return torch.cat([turned, value], dim=1)
 
 
@@ -304,7 +304,7 @@ def rotate_into(
     return query
 
 
-def _rotated_into_as_it_is(
+def _rotated_into_eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -319,7 +319,7 @@ def _rotated_into_as_it_is(
     return _turn(query, cos, sin, 1)
 
 
-def _rotated_into_at_once(
+def _rotated_into_compiled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -330,7 +330,7 @@ def _rotated_into_at_once(
     where: Tensor,
 ) -> Tensor:
     def turned(x: Tensor) -> Tensor:
-        # `_turned_at_once` without a concatenation, which would be a kernel before a cache's.
+        # `_turned_compiled` without a concatenation, which would be a kernel before a cache's.
         halves = x.unflatten(-1, (2, -1))
         others = halves.flip(-2).float() * (sin.unsqueeze(-2) * sign)
         return ((halves * cos.unsqueeze(-2)).float() + others).to(x.dtype).flatten(-2)
@@ -341,12 +341,12 @@ def _rotated_into_at_once(
     return turned(query)
 
 
-_turned = Compiled(_turned_at_once, (0, 1, 2), partial(_turn, sign=1))
-_turned_back = Compiled(_turned_back_at_once, (0, 1, 2), partial(_turn, sign=-1))
+_turned = Compiled(_turned_compiled, (0, 1, 2), partial(_turn, sign=1))
+_turned_back = Compiled(_turned_back_compiled, (0, 1, 2), partial(_turn, sign=-1))
 _heads_turned_back = Compiled(
-    _heads_turned_back_at_once, (0, 1, 2, 3, 4), _heads_turned_back_as_it_is
+    _heads_turned_back_compiled, (0, 1, 2, 3, 4), _heads_turned_back_eager
 )
-_rotated_into = Compiled(_rotated_into_at_once, range(8), _rotated_into_as_it_is)
+_rotated_into = Compiled(_rotated_into_compiled, range(8), _rotated_into_eager)
 
 # --- gated feed-forward
 
@@ -391,12 +391,12 @@ class _GatedLinear(torch.autograd.Function):
         return change, to_weight, to_bias
 
 
-def _product_as_it_is(gate_up: Tensor) -> Tensor:
+def _product_eager(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def _before_product_as_it_is(
+def _before_product_eager(
     upstream: Tensor, gate_up: Tensor, needs_product: bool
 ) -> tuple[Tensor, Tensor | None]:
     gate, up = gate_up.chunk(2, dim=-1)
@@ -405,16 +405,16 @@ def _before_product_as_it_is(
     torch.mul(upstream, F.silu(gate), out=to_up)
     backward: Any = _ATEN.silu_backward.grad_input
     backward(upstream * up, gate, grad_input=to_gate)
-    return change, _product_as_it_is(gate_up) if needs_product else None
+    return change, _product_eager(gate_up) if needs_product else None
 
 
-def _product_at_once(gate_up: Tensor) -> Tensor:
+def _product_compiled(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
     return (wide / (1 + (-wide).exp())).to(gate.dtype) * up
 
 
-def _before_product_at_once(
+def _before_product_compiled(
     upstream: Tensor, gate_up: Tensor, needs_product: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of gate and up, and their product again.
@@ -427,9 +427,9 @@ def _before_product_at_once(
     share = 1 / (1 + (-gate).exp())
     to_gate = upstream * up * share * (1 + gate * (1 - share))
     parts = [part.to(gate_up.dtype) for part in (to_gate, upstream * gate * share)]
-    product = _product_at_once(gate_up) if needs_product else None
+    product = _product_compiled(gate_up) if needs_product else None
     return torch.cat(parts, dim=-1), product
 
 
-_product = Compiled(_product_at_once, (0,), _product_as_it_is)
-_before_product = Compiled(_before_product_at_once, (0, 1), _before_product_as_it_is)
+_product = Compiled(_product_compiled, (0,), _product_eager)
+_before_product = Compiled(_before_product_compiled, (0, 1), _before_product_eager)

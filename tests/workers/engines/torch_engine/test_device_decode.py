@@ -342,7 +342,7 @@ def test_a_token_needs_no_look_and_a_bounded_number_of_operations(
     assert not {"_local_scalar_dense", "nonzero"} & ops.counts.keys()
 
 
-KERNELS = {"_sum_norm_at_once": 1, "_rotated_into_at_once": 2, "_product_at_once": 1}
+KERNELS = {"_sum_norm_compiled": 1, "_rotated_into_compiled": 2, "_product_compiled": 1}
 """Of functions that are compiled."""
 _MOST_OF_A_LAYER = 12
 
@@ -385,9 +385,9 @@ def test_functions_are_compiled_into_few_kernels():
     tables, flat = [((rows, 1, size // 2), b16)] * 2, ((rows * 2 * 576, size), b16)
     states = ((rows, 1536), b16)
     inputs: dict[Any, list[Any]] = {
-        fused._rotated_into_at_once: [*vectors, *tables, flat, flat, ((rows, 2), torch.int64)],  # pyright: ignore[reportPrivateUsage]
-        partial(fused._sum_norm_at_once, eps=1e-6): [states, states, ((1536,), b16)],  # pyright: ignore[reportPrivateUsage]
-        fused._product_at_once: [((rows, 2 * 8960), b16)],  # pyright: ignore[reportPrivateUsage]
+        fused._rotated_into_compiled: [*vectors, *tables, flat, flat, ((rows, 2), torch.int64)],  # pyright: ignore[reportPrivateUsage]
+        partial(fused._sum_norm_compiled, eps=1e-6): [states, states, ((1536,), b16)],  # pyright: ignore[reportPrivateUsage]
+        fused._product_compiled: [((rows, 2 * 8960), b16)],  # pyright: ignore[reportPrivateUsage]
     }
     for function, given in inputs.items():
         name = getattr(function, "func", function).__name__

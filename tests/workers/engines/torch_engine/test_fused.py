@@ -147,8 +147,8 @@ def test_on_a_gpu_what_is_compiled_is_what_is_not(
 # --- kernels
 
 _KERNELS = {
-    "_sum_norm_at_once": 1, "_before_sum_norm_at_once": 2, "_turned_at_once": 1,
-    "_heads_turned_back_at_once": 3, "_product_at_once": 1, "_before_product_at_once": 2,
+    "_sum_norm_compiled": 1, "_before_sum_norm_compiled": 2, "_turned_compiled": 1,
+    "_heads_turned_back_compiled": 3, "_product_compiled": 1, "_before_product_compiled": 2,
 }  # fmt: skip
 _MOST_OF_A_LAYER = 45
 
@@ -206,16 +206,16 @@ _GATE_UP, _UPSTREAM = ((_ROWS, 2 * 8960), _B16), ((_ROWS, 8960), _B16)
 @pytest.mark.parametrize(
     ("function", "inputs", "kilobytes"),
     [
-        (partial(fused._sum_norm_at_once, eps=1e-6), [_STATES, _STATES, _NORM], 12.3),
+        (partial(fused._sum_norm_compiled, eps=1e-6), [_STATES, _STATES, _NORM], 12.3),
         (
-            partial(fused._before_sum_norm_at_once, eps=1e-6, needs_norm=True, needs_normed=True),
+            partial(fused._before_sum_norm_compiled, eps=1e-6, needs_norm=True, needs_normed=True),
             [_STATES, _STATES, ((_ROWS, 1), _F32), _NORM, _STATES],
             15.5,
         ),
-        (fused._product_at_once, [_GATE_UP], 53.8),
-        (partial(fused._before_product_at_once, needs_product=True), [_UPSTREAM, _GATE_UP], 143.4),
-        (fused._turned_at_once, [((_ROWS, 14, 128), _B16), _TABLE, _TABLE], 7.4),
-        (fused._heads_turned_back_at_once, [_QUERY, _KEY, _KEY, _TABLE, _TABLE], 8.5),
+        (fused._product_compiled, [_GATE_UP], 53.8),
+        (partial(fused._before_product_compiled, needs_product=True), [_UPSTREAM, _GATE_UP], 143.4),
+        (fused._turned_compiled, [((_ROWS, 14, 128), _B16), _TABLE, _TABLE], 7.4),
+        (fused._heads_turned_back_compiled, [_QUERY, _KEY, _KEY, _TABLE, _TABLE], 8.5),
     ],
     ids=["sum and norm", "its gradient", "product", "its gradients", "rotation", "its gradient "],
 )  # fmt: skip
@@ -237,12 +237,12 @@ def test_a_logit_is_read_once_forward_and_replaced_once(with_entropy: bool) -> N
     rows: Any = [((512,), _F32)] * (5 if with_entropy else 3)
 
     def change(logits: Tensor, by: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
-        head._change_at_once(logits, by, a, b, c)
+        head._change_compiled(logits, by, a, b, c)
 
-    sums = partial(head._sums_at_once, weighted=with_entropy)
+    sums = partial(head._sums_compiled, weighted=with_entropy)
     for function, inputs, most in (
         (sums, logits, 2.1),
-        (head._change_at_once if with_entropy else change, [*logits, *rows], 4.1),
+        (head._change_compiled if with_entropy else change, [*logits, *rows], 4.1),
     ):
         kernels, num_bytes = kernels_of(function, *inputs)
         assert kernels == 1

@@ -66,7 +66,7 @@ TASK = ReasoningTaskSpec(
     num_held_out=16,
 )
 TOKENIZER = TokenizerSpec(alphabet="0123456789+-= ")
-SIZES = {"25M": (512, 8), "100M": (896, 10), "300M": (1280, 15)}
+SIZES = {"25M": (512, 8), "100M": (896, 10), "300M": (1280, 16)}
 """Hidden size and layers of models of about so many parameters, without the vocabulary."""
 SIDES = ["within", "kept", "turns"]
 """A view, one that keeps its memory, and groups that take turns."""

@@ -21,7 +21,7 @@ ALL = [
 
 PROGRAMS = (
     *("penstock", "make", "python", "python3", "pip", "uv", "pytest", "pre-commit"),
-    *("docker", "kubectl", "ray", "sbatch", "srun", "ssh", "scp", "git", "curl"),
+    *("docker", "kubectl", "ray", "sbatch", "srun", "ssh", "scp", "git", "curl", "lm_eval"),
 )
 """What a line of a block begins with if it is a command."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +22,7 @@ from penstock.workers.training.checkpoint_files import box_key
 from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256, write_tensors
 from torch import Tensor
 
+from ...docs.pages import DOCS, blocks, commands
 from ..conftest import Penstock
 from ..run_dir.drafts import written
 from .test_eval import TINY, json_of, only_run
@@ -84,6 +87,38 @@ def test_the_folder_loads_with_transformers_and_has_the_runs_weights(
         assert line in card.splitlines()
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()} == before
     assert not list(Path().glob(".model*")), "no draft is left"
+
+
+@pytest.mark.nightly
+def test_lm_eval_finds_the_accuracy_of_the_folder(penstock: Penstock, run: Path) -> None:
+    """With the page's own file and command, on ten rows; the model is right in six of them."""
+    assert penstock("export", f"run={run}", "output=my-model").code == 0
+    generation = json_of(Path("my-model/generation_config.json"))
+    del generation["stop_strings"]
+    Path("my-model/generation_config.json").write_text(json.dumps(generation))
+    prompts = [f"{number}+2=" for number in range(10)]
+    says = transformers.pipeline("text-generation", model="my-model", dtype="float32")
+    told: Any = says(prompts, do_sample=False, max_new_tokens=5, return_full_text=False)
+    answers = [said[0]["generated_text"].strip() for said in told]
+    rows = [
+        {"prompt": prompt, "answer": answer if number < 6 else "none"}
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = DOCS / "evaluation.md"
+    (task,) = (block for block in blocks(page) if block.lines[0] == "task: sums")
+    Path("sums.yaml").write_text("\n".join(task.lines))
+    (command,) = (found for found in commands(page) if found.words[0] == "lm_eval")
+    words = [sys.executable, "-m", *command.words, "--output_path", "found"]
+    subprocess.run(words, check=True, timeout=300, capture_output=True)
+    (found,) = Path("found").rglob("results_*.json")
+    assert json_of(found)["results"]["sums"]["exact_match,none"] == 0.6
+    Path("others.jsonl").write_text('{"prompt": "7+8=", "answer": "15"}\n')
+    ours = penstock(
+        *("eval", "model=folder", "model.folder=my-model", "task=file", "task.path=others.jsonl"),
+        *("task.held_out_path=sums.jsonl", "task.max_response_tokens=5"),
+    )
+    assert "accuracy 60.0%" in ours.out, ours.err
 
 
 def test_a_run_without_adapters_has_none_to_export(penstock: Penstock, run: Path) -> None:

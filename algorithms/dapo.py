@@ -52,8 +52,6 @@ class DynamicSampling:
     """From which score on a response counts as correct."""
     when_short: WhenShort = "train"
     """With too few groups after the last round: train on those there are, or end the run."""
-    finished_only: bool = False
-    """Leave responses that were cut off out of the loss, though not out of their group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +95,7 @@ def sample_until_full(
         kept = new if kept is None else joined(kept, new)
     assert kept is not None, "there is at least one round"
     assert first_mixed is not None, "there is at least one round"
-    full = filled_batch(
-        kept,
-        prompts,
-        max_rounds=cfg.max_rounds,
-        when_short=cfg.when_short,
-        finished_only=cfg.finished_only,
-    )
+    full = filled_batch(kept, prompts, max_rounds=cfg.max_rounds, when_short=cfg.when_short)
     return full, first_mixed
 
 
@@ -182,7 +174,6 @@ def filled_batch(
     *,
     max_rounds: int,
     when_short: WhenShort = "train",
-    finished_only: bool = False,
 ) -> ScoredRollout:
     """The first groups that were kept, as many as a step trains on.
 
@@ -191,7 +182,6 @@ def filled_batch(
         prompts: All prompts of the step, `max_rounds` shares.
         max_rounds: How many rounds there were.
         when_short: See `WhenShort`.
-        finished_only: Whether responses that were cut off get a mask that is False throughout.
 
     Raises:
         ValueError: If there is no group at all, or too few and `when_short` is "error".
@@ -206,10 +196,7 @@ def filled_batch(
         )
     first = list(dict.fromkeys(kept.prompt_id.tolist()))[:wanted]
     rows = torch.isin(kept.prompt_id, kept.prompt_id.new_tensor(first))
-    columns = {name: column[rows] for name, column in vars(kept).items()}
-    if finished_only:
-        columns["mask"] = columns["mask"] & columns["finished"][:, None]
-    return ScoredRollout(**columns)
+    return ScoredRollout(**{name: column[rows] for name, column in vars(kept).items()})
 
 
 def _num_groups(prompt_id: Tensor) -> int:
@@ -243,7 +230,7 @@ class DAPO(GRPO):
     """Reward a correct response with 1 and another with -1, in place of the verifier's score."""
     overlong: Literal["piecewise", "linear", "none"] = "piecewise"
     """Penalty for a response in its last `overlong_cache` tokens, capped at 1 or not. To leave
-    responses that were cut off out of the loss, use "none" and `filling.finished_only`."""
+    responses that were cut off out of the loss, use "none" and `finished_only`."""
     overlong_cache: Int = 4096
     """Tokens over which the penalty grows."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(eps_high=0.28, report_entropy=True)

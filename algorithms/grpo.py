@@ -7,27 +7,20 @@ is `divide_by_std=False` with the aggregation "constant".
 
 from __future__ import annotations
 
-from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..dataflow.options import NonNegativeFloat, option_class
 from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.reductions import Variance
-from .ops.rollout_correction import RolloutCorrection
-from .options import check_groups, train_policy
+from .options import PolicyUpdates, check_groups, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class
-class GRPO:
+class GRPO(PolicyUpdates):
     """Options of GRPO."""
 
     sampling: Sampling = Sampling(num_samples=64, max_new_tokens=1024)
     """Sampling of the responses; `num_samples` is the size of a group."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     divide_by_std: bool = True
     """Divide by the group's standard deviation; False is Dr. GRPO's advantage."""
     std_variance: Variance = "unbiased"
@@ -40,7 +33,7 @@ class GRPO:
     """Clipping of the probability ratio, and how tokens and rows are weighed."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ..dataflow.graph.role import Loss
 from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .losses.sequence import ComparedPairBatch, PairLoss
-from .ops.groups import scored_tokens
+from .ops.groups import finished_tokens, scored_tokens
 from .ops.kl import response_kl
 from .ops.returns import GaeTargets, gae
 from .ops.rewards import kl_penalized_score
@@ -52,11 +52,23 @@ class SampledUpdates(Protocol):
     def num_minibatches(self) -> int: ...
 
 
-class PolicyUpdates(SampledUpdates, Protocol):
-    """The options of a step whose loss is proportional to the advantages of tokens."""
+@option_class
+class PolicyUpdates:
+    """Options of a step whose loss is proportional to the advantages of tokens."""
 
-    @property
-    def correction(self) -> RolloutCorrection | None: ...
+    sampling: Sampling = Sampling(max_new_tokens=53)
+    """Sampling of the responses."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: PositiveInt = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps per pass."""
+    finished_only: bool = False
+    """Leave responses that were cut off out of the policy's loss, though not out of their group."""
+
+    def __post_init__(self) -> None:
+        self.sampling.check_explores()
 
 
 def check_groups(options: SampledUpdates) -> None:
@@ -75,6 +87,13 @@ def check_groups(options: SampledUpdates) -> None:
 def scored_rows(roll: R, score: PerSample) -> R:
     """Return the rows with empty masks where there is no score; see `scored_tokens`."""
     return replace(roll, mask=scored_tokens(roll.mask, score))
+
+
+def learned_rows(roll: R, cfg: PolicyUpdates) -> R:
+    """Return the rows as the policy learns from them; see `PolicyUpdates.finished_only`."""
+    if not cfg.finished_only:
+        return roll
+    return replace(roll, mask=finished_tokens(roll.mask, roll.finished))
 
 
 def train_on(
@@ -103,6 +122,7 @@ def train_policy(
 
     `loss` reads a `PolicyBatch`, or a `ReferencePolicyBatch` if there is a `ref_logprob`.
     """
+    roll = learned_rows(roll, cfg)
     batch = corrected_batch(
         actor, roll, advantage, cfg.correction, cfg.sampling.temperature, ref_logprob
     )

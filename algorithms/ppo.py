@@ -29,8 +29,7 @@ from .ops.groups import scored_tokens
 from .ops.kl import KLEstimator, NoEos, ScoreSlot, kl_shaped_reward
 from .ops.reductions import Variance, WeightedBy
 from .ops.returns import GaeTargets, Masking, gae
-from .ops.rollout_correction import RolloutCorrection
-from .options import reference_logprob, reported_kl, scored_rows, train_policy
+from .options import PolicyUpdates, reference_logprob, reported_kl, scored_rows, train_policy
 from .roles import (
     PerSample,
     PerToken,
@@ -47,17 +46,13 @@ from .roles import (
 
 
 @option_class
-class PPO:
+class PPO(PolicyUpdates):
     """Options of PPO."""
 
     sampling: Sampling = Sampling(temperature=0.7, max_new_tokens=53)
     """Sampling of the responses."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 4
     """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     whiten_rewards: bool = False
     """Scale token rewards to variance 1 over the batch, keeping their mean."""
     whiten_advantages: bool = True
@@ -96,7 +91,7 @@ class PPO:
     """The critic's loss, which clips the change of a value."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         if self.no_eos == "zero" and self.score_slot == "after_last":
             raise ValueError(
                 "no_eos 'zero' expects what the critic says after the last token, and score_slot "

@@ -8,33 +8,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..dataflow.options import PositiveInt, option_class
+from ..dataflow.options import option_class
 from .losses.tokens import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
-from .ops.rollout_correction import RolloutCorrection
-from .options import scored_rows, train_policy
+from .options import PolicyUpdates, scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class
-class Reinforce:
+class Reinforce(PolicyUpdates):
     """Options of REINFORCE."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
     """Sampling of the responses."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
     """Number that is subtracted from every score."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """Weighing of tokens and rows; the sum over tokens is the response's log-probability."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         if self.epochs > 1 or self.num_minibatches > 1:
             raise ValueError(
                 f"epochs is {self.epochs} and num_minibatches {self.num_minibatches}, but the loss "

@@ -12,7 +12,6 @@ from ..dataflow.options import (
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     option_class,
 )
 from .losses.tokens import ClippedPolicyLoss, ReferenceKLPolicyLoss
@@ -20,23 +19,16 @@ from .ops.advantages import broadcast_over_tokens, group_advantage, whiten
 from .ops.kl import KLEstimator, NoEos, kl_shaped_reward
 from .ops.reductions import Variance
 from .ops.returns import return_to_go
-from .ops.rollout_correction import RolloutCorrection
-from .options import check_groups, reference_logprob, scored_rows, train_policy
+from .options import PolicyUpdates, check_groups, reference_logprob, scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class
-class ReinforcePP:
+class ReinforcePP(PolicyUpdates):
     """Options of REINFORCE++."""
 
     sampling: Sampling = Sampling(max_new_tokens=1024)
     """Sampling of the responses."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     kl_coef: NonNegativeFloat = 0.01
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
@@ -58,7 +50,7 @@ class ReinforcePP:
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         if self.no_eos == "zero":
             raise ValueError("no_eos 'zero' needs a critic; use PPO")
 
@@ -90,17 +82,11 @@ def reinforce_pp_step(
 
 
 @option_class
-class ReinforcePPBaseline:
+class ReinforcePPBaseline(PolicyUpdates):
     """Options of REINFORCE++ with a baseline."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """Sampling of the responses; `num_samples` is the size of a group."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     whitening_variance: Variance = "unbiased"
     """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
     loss: ReferenceKLPolicyLoss = ReferenceKLPolicyLoss(
@@ -109,7 +95,7 @@ class ReinforcePPBaseline:
     """Clipping, and the KL term; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

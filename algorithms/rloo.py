@@ -8,26 +8,19 @@ one update on fresh rollouts its gradient is REINFORCE's.
 
 from __future__ import annotations
 
-from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..dataflow.options import NonNegativeFloat, option_class
 from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, leave_one_out
-from .ops.rollout_correction import RolloutCorrection
-from .options import check_groups, score_less_kl, train_policy
+from .options import PolicyUpdates, check_groups, score_less_kl, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class
-class RLOO:
+class RLOO(PolicyUpdates):
     """Options of RLOO."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=53)
     """Sampling of the responses; 2 or 4 samples per prompt are usual."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     kl_coef: NonNegativeFloat = 0.05
     """Score taken per nat of a response's KL to the reference; with 0 there is no reference."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(
@@ -36,7 +29,7 @@ class RLOO:
     """Clipping of whole responses; the mean is over responses."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ..algorithms.reference import ReferenceOptions
 from ..dataflow.runtime.executor import Recovery
 from ..dataflow.scheduler.schedule import Schedule
 from ..planner.formatting import bytes_of
@@ -100,6 +101,8 @@ class AlgorithmConfig(Section):
     """For a table of environments or games, the least number of groups that they fall into."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer of every trained role that has none of its own."""
+    reference: ReferenceOptions = ReferenceOptions()
+    """A KL to a reference in the policy's loss, and a reference that follows the policy."""
     seed: Seed | None = None
     """Seed of the stage's data order and random numbers; the run's by default."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])

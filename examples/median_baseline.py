@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens
-from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.options import check_groups, train_policy
+from penstock.algorithms.options import PolicyUpdates, check_groups, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -23,28 +22,22 @@ from penstock.algorithms.roles import (
     TrainMetrics,
 )
 from penstock.dataflow import op
-from penstock.dataflow.options import PositiveInt, option_class
+from penstock.dataflow.options import option_class
 
 
 @option_class
-class Median:
+class Median(PolicyUpdates):
     """Options of the step; each is a key `algorithm.cfg.NAME`."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=5)
     """How responses are sampled; `num_samples` is the size of a group."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     divide: bool = True
     """Whether to divide by the group's mean absolute deviation from the median."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping, and how tokens are weighed."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

@@ -16,8 +16,7 @@ from functools import cache
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
-from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.options import check_groups, train_policy
+from penstock.algorithms.options import PolicyUpdates, check_groups, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -31,7 +30,7 @@ from penstock.algorithms.roles import (
     TrainMetrics,
 )
 from penstock.dataflow import op
-from penstock.dataflow.options import PositiveInt, option_class
+from penstock.dataflow.options import option_class
 from penstock.workers.models.tokenizer import Tokenizer, TokenizerSpec, pad_rows
 
 ALPHABET = "+-0123456789="
@@ -39,20 +38,14 @@ ALPHABET = "+-0123456789="
 
 
 @option_class
-class Player:
+class Player(PolicyUpdates):
     """How one of the two policies samples and trains."""
 
-    sampling: Sampling
+    sampling: Sampling = Sampling(num_samples=4, max_new_tokens=5)
     """How responses are sampled; `num_samples` is the size of a group."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # more raises its ceiling here, in sight of its reviewer; one that removes lines lowers it.
 MOST_LINES = {
     "dataflow": 12_100,
-    "algorithms": 10_400,
+    "algorithms": 10_500,
     "planner": 10_100,
     "workers": 41_400,
     "configs": 1_300,

@@ -513,10 +513,10 @@ class ReinforceLoss(TokenPolicyLoss):
 
 
 @option_class
-class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
-    """A policy loss plus `kl_coef` times the KL to a reference, aggregated alike."""
+class RegularizedLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
+    """Any policy loss of tokens plus `kl_coef` times the KL to a reference, aggregated alike."""
 
-    policy: ClippedPolicyLoss = ClippedPolicyLoss()
+    policy: TokenPolicyLoss = ClippedPolicyLoss()
     """The policy-gradient term, and how tokens are aggregated."""
     kl_coef: FiniteFloat = 0.04
     """Weight of the KL term. Without one, use the plain policy loss: it needs no reference."""
@@ -595,6 +595,14 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
                 return kl.detach() + (k2 - k2.detach())  # a zero, so that the value is exact
             case _:
                 raise unknown("kl_gradient", self.kl_gradient, KLGradient)
+
+
+@option_class
+class ReferenceKLPolicyLoss(RegularizedLoss):
+    """The clipped policy loss plus `kl_coef` times the KL to a reference, aggregated alike."""
+
+    policy: ClippedPolicyLoss = ClippedPolicyLoss()
+    """The policy-gradient term, and how tokens are aggregated."""
 
 
 @option_class

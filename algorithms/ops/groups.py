@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
-from ..roles.language_tables import PerSample, TokenMask
+from ..roles.language_tables import PerSample, SampleFlag, TokenMask
 
 
 def floating(column: Tensor) -> Tensor:
@@ -52,6 +52,12 @@ def scored_tokens(mask: TokenMask, score: PerSample) -> TokenMask:
         score: f32[rows]; nan where there is none.
     """
     return mask & ~score.isnan()[:, None]
+
+
+@op(scope="row")
+def finished_tokens(mask: TokenMask, finished: SampleFlag) -> TokenMask:
+    """Return the mask with all False in rows that were cut off: bool[rows, T]."""
+    return mask & finished[:, None]
 
 
 class Groups:

@@ -29,8 +29,7 @@ from ..ops.final_state import lengthened
 from ..ops.groups import scored_tokens
 from ..ops.macro_actions import sum_over_macros
 from ..ops.reductions import check_token_columns, unknown, zero_where_masked_out
-from ..ops.rollout_correction import RolloutCorrection
-from ..options import train_policy
+from ..options import PolicyUpdates, train_policy
 from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
 from ..roles.language import Conversations, TurnIndex
 from ..roles.language_tables import PerToken, TokenMask
@@ -164,15 +163,13 @@ def _over_tokens(of_turns: Tensor, turn: Tensor) -> Tensor:
 
 
 @option_class
-class ArCHer:
+class ArCHer(PolicyUpdates):
     """Options of ArCHer."""
 
     sampling: Sampling = Sampling(max_new_tokens=256, max_total_tokens=2048)
     """Sampling of turns; see `Policy.converse` for its lengths."""
     max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1
     """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
     num_minibatches: PositiveInt = 1
@@ -196,7 +193,7 @@ class ArCHer:
     """The critic's squared error; its mean is over values, two to a turn."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         if self.value_loss.eps is not None:
             raise ValueError(
                 f"value_loss.eps is {self.value_loss.eps}, which bounds how far values move in a "

@@ -34,8 +34,7 @@ from ..ops.kl import response_kl
 from ..ops.pairs import pairs_of
 from ..ops.reductions import unknown
 from ..ops.rewards import calibrated_score, check_known, constrained_score
-from ..ops.rollout_correction import RolloutCorrection
-from ..options import check_groups, train_on, train_policy
+from ..options import PolicyUpdates, check_groups, train_on, train_policy
 from ..roles import (
     PerSample,
     Policy,
@@ -285,11 +284,9 @@ def sample_and_judge(
 
 
 @option_class
-class CGPO(Constrained):
+class CGPO(Constrained, PolicyUpdates):
     """Options of CGPO."""
 
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
     mean_over: MeanOver = "batch"
     """Responses whose mean reward is the baseline: all of the batch, those that pass, or all of
     the same prompt."""

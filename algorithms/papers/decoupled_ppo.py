@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...dataflow.options import option_class
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
-from ..options import reference_logprob, reported_kl, train_on
+from ..options import learned_rows, reference_logprob, reported_kl, train_on
 from ..ppo import (
     PPO,
     critic_states,
@@ -59,7 +59,8 @@ def decoupled_ppo_step(
     target = gae_targets(scored, states, cfg, reward=shaped, value=value)
     advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     # The batch's `behavior_logprob` is the proximal policy's: today's weights, before the update.
-    batch = corrected_batch(actor, scored, advantage, cfg.correction, temperature)
+    learned = learned_rows(scored, cfg)
+    batch = corrected_batch(actor, learned, advantage, cfg.correction, temperature)
     return (
         train_on(actor, cfg.policy_loss, batch, cfg),
         train_critic(critic, scored, states, cfg, value=value, target=target.value_target),

@@ -6,27 +6,20 @@ these two suffice. It has no critic, no KL and no filter.
 
 from __future__ import annotations
 
-from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ...dataflow.options import NonNegativeFloat, option_class
 from ..losses.tokens import ClippedPolicyLoss
 from ..ops.advantages import StdScores, batch_std_advantage, broadcast_over_tokens
 from ..ops.reductions import Variance
-from ..ops.rollout_correction import RolloutCorrection
-from ..options import check_groups, train_policy
+from ..options import PolicyUpdates, check_groups, train_policy
 from ..roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class
-class LitePPO:
+class LitePPO(PolicyUpdates):
     """Options of Lite PPO."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """Sampling of the responses; `num_samples` is the size of a group."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     std_of: StdScores = "raw"
     """The scores whose deviation divides: as they came, or less their group's mean ("centered")."""
     std_variance: Variance = "unbiased"
@@ -37,7 +30,7 @@ class LitePPO:
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
         check_groups(self)
 
 

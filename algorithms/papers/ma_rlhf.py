@@ -25,7 +25,14 @@ from ..ops.macro_actions import (
     sum_over_macros,
 )
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
-from ..options import reference_logprob, reported_kl, scored_rows, train_on, train_policy
+from ..options import (
+    learned_rows,
+    reference_logprob,
+    reported_kl,
+    scored_rows,
+    train_on,
+    train_policy,
+)
 from ..ppo import PPO, token_rewards, train_critic, whitened_advantage
 from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
 from ..roles.language_tables import PolicyBatch, PolicyOutput
@@ -166,7 +173,7 @@ def train_actor(
         return train_policy(actor, roll, advantage, cfg.policy_loss, cfg)
     batch = MacroPolicyBatch(
         tokens=roll.tokens,
-        mask=roll.mask,
+        mask=learned_rows(roll, cfg).mask,
         behavior_logprob=roll.behavior_logprob,
         advantage=advantage,
         macro_id=macro_id,

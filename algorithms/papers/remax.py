@@ -9,27 +9,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, option_class
+from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, option_class
 from ..losses.tokens import ClippedPolicyLoss
 from ..ops.advantages import KLPlacement, paired_baseline, remax_advantage
 from ..ops.kl import kl_estimate
-from ..ops.rollout_correction import RolloutCorrection
-from ..options import reference_logprob, reported_kl, train_policy
+from ..options import PolicyUpdates, reference_logprob, reported_kl, train_policy
 from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 
 
 @option_class
-class ReMax:
+class ReMax(PolicyUpdates):
     """Options of ReMax."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
     """Sampling of the responses."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     kl_coef: NonNegativeFloat = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
@@ -42,7 +35,7 @@ class ReMax:
     """The policy's loss; for one update on fresh rollouts its gradient is REINFORCE's."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
 
     @property
     def greedy(self) -> Sampling:

@@ -8,31 +8,24 @@ learns more from each response, by what else the teacher might have said.
 
 from __future__ import annotations
 
-from ...dataflow.options import PositiveInt, option_class
+from ...dataflow.options import option_class
 from ..losses.tokens import ClippedPolicyLoss
 from ..ops.kl import kl_estimate, response_kl
-from ..ops.rollout_correction import RolloutCorrection
-from ..options import train_policy
+from ..options import PolicyUpdates, train_policy
 from ..roles import PerSample, Policy, Prompts, Sampling, TrainMetrics
 
 
 @option_class
-class SampledDistillation:
+class SampledDistillation(PolicyUpdates):
     """Options of distillation by policy gradient."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
     """Sampling of the student's responses."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: PositiveInt = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping of the probability ratio, and how tokens and rows are weighed."""
 
     def __post_init__(self) -> None:
-        self.sampling.check_explores()
+        super().__post_init__()
 
 
 def sampled_distillation_step(

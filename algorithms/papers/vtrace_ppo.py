@@ -14,7 +14,7 @@ from ...dataflow.options import PositiveFloat, option_class
 from ..ops.reductions import zero_where_masked_out
 from ..ops.returns import GaeTargets, vtrace
 from ..ops.rollout_correction import with_rollout_logprob
-from ..options import reference_logprob, reported_kl, train_on
+from ..options import learned_rows, reference_logprob, reported_kl, train_on
 from ..ppo import (
     PPO,
     bootstrap_value,
@@ -84,7 +84,10 @@ def vtrace_ppo_step(
     target = vtrace_targets(scored, states, cfg, reward=shaped, value=value, logprob=now)
     advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     batch = PolicyBatch(
-        tokens=roll.tokens, mask=scored.mask, behavior_logprob=now, advantage=advantage
+        tokens=roll.tokens,
+        mask=learned_rows(scored, cfg).mask,
+        behavior_logprob=now,
+        advantage=advantage,
     )
     return (
         train_on(actor, cfg.policy_loss, with_rollout_logprob(batch, roll.behavior_logprob), cfg),

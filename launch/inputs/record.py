@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...algorithms.reference import with_reference
 from ...algorithms.roles.language import Policy, Sampling
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig, RoleConfig
@@ -98,7 +99,7 @@ def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Stage, ...]:
             )
         step = load_step(section.step, f"{at}.step")
         constants = step_cfg(step, section.cfg, f"{at}.cfg")
-        graph = _record(step, constants)
+        graph = _record(with_reference(step, section.reference), constants)
         own = seed if section.seed is None else section.seed
         stages.append(Stage(name or graph.name, at, section, graph, own, constants.get("cfg")))
     return (*stages[1:], stages[0])

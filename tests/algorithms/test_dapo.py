@@ -15,6 +15,7 @@ from penstock.algorithms.dapo import (
     kept_groups,
     prompts_to_ask,
 )
+from penstock.algorithms.options import learned_rows
 from penstock.algorithms.roles import Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def test_a_batch_takes_the_first_groups_and_says_when_there_are_too_few() -> Non
 
 
 def test_responses_that_were_cut_off_can_be_left_out_of_the_loss() -> None:
-    got = filled_batch(rollout(10, 10), prompts(1), max_rounds=1, finished_only=True)
+    got = learned_rows(rollout(10, 10), DAPO(finished_only=True))
     assert got.mask.any(dim=1).tolist() == [True, False]
 
 

@@ -19,6 +19,7 @@ from ...dataflow.options import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     option_class,
 )
 from .data_parallel import RankGroup, sum_over
@@ -29,6 +30,21 @@ each part is a launch or two, and the kernel counts with 32 bits."""
 _SUMMED_IN_FLOAT32 = 1 << 16
 """Squares added up in float32. On a CPU torch adds those of a norm one by one, so that a longer sum
 loses numbers small beside it: 1.5 % of the norm of 135M normal ones, and 2e-7 in such pieces."""
+
+_TIMESCALE = 10_000
+"""Calls that `inverse_sqrt` counts as its warm-up where there is none, as in transformers."""
+
+Schedule = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
 
 
 @option_class
@@ -45,11 +61,10 @@ class OptimizerSpec:
     """Weights shrink by `lr * weight_decay` per optimizer step, biases and norms included."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients of a longer global norm are scaled down to it; 0 never clips."""
-    schedule: Literal[
-        "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"
-    ] = "constant"
-    """Decay of the learning rate after warm-up: none, or to `min_lr_ratio` of the peak. The
-    last two are what transformers calls the first and the third; they are the same here."""
+    schedule: Schedule = "constant"
+    """Decay of the learning rate after warm-up, by the name and the formula of transformers: none,
+    or to `min_lr_ratio` of the peak. `constant_with_warmup` and `cosine_with_min_lr` are the same
+    as the shorter names."""
     warmup_calls: NonNegativeInt = 0
     """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
     warmup_ratio: FractionBelowOne = 0.0
@@ -58,6 +73,12 @@ class OptimizerSpec:
     """Train calls over which a schedule falls, warm-up included; 0 stands for all of the stage."""
     min_lr_ratio: Fraction = 0.0
     """End of a falling schedule, as a fraction of the peak."""
+    num_cycles: PositiveInt = 1
+    """Times that `cosine_with_restarts` falls."""
+    power: PositiveFloat = 1.0
+    """Exponent of `polynomial`."""
+    decay_calls: NonNegativeInt = 0
+    """The last train calls, over which alone `warmup_stable_decay` falls."""
     restart_every_call: bool = False
     """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
     frozen: tuple[str, ...] = ()
@@ -76,9 +97,16 @@ class OptimizerSpec:
                 "shorter warm-up, or leave optimizer.total_calls at 0 for all calls of the stage"
             )
 
+        if (self.schedule == "warmup_stable_decay") != bool(self.decay_calls):
+            raise ValueError(
+                f"OptimizerSpec: decay_calls is {self.decay_calls} and schedule '{self.schedule}'; "
+                "they belong together: decay_calls are the last calls, over which "
+                "warmup_stable_decay falls"
+            )
+
     @property
     def _falls(self) -> bool:
-        return not self.schedule.startswith("constant")
+        return not (self.schedule.startswith("constant") or self.schedule == "inverse_sqrt")
 
     def over(self, num_calls: int) -> OptimizerSpec:
         """Return the same with a schedule over so many train calls, unless it says otherwise.
@@ -103,14 +131,27 @@ class OptimizerSpec:
             raise ValueError("OptimizerSpec: warmup_ratio needs the number of calls; see `over`")
         if call < self.warmup_calls:
             return self.lr * (call + 1) / self.warmup_calls
+        if self.schedule == "inverse_sqrt":
+            timescale = self.warmup_calls or _TIMESCALE
+            return self.lr * math.sqrt(timescale / (call + timescale - self.warmup_calls))
         if not self._falls:
             return self.lr
         if not self.total_calls:
             raise ValueError(f"OptimizerSpec: schedule '{self.schedule}' needs total_calls")
-        past = (call - self.warmup_calls) / (self.total_calls - self.warmup_calls)
-        past = min(past, 1.0)
-        fall = 1 - past if self.schedule == "linear" else (1 + math.cos(math.pi * past)) / 2
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+        begin = self.warmup_calls
+        if self.schedule == "warmup_stable_decay":
+            begin = max(begin, self.total_calls - self.decay_calls)
+        past = 1.0
+        if call < self.total_calls:
+            past = max(call - begin, 0) / (self.total_calls - begin)
+        left = 1 - past
+        if self.schedule == "polynomial":
+            left **= self.power
+        elif self.schedule == "cosine_with_restarts" and past < 1:
+            left = (1 + math.cos(math.pi * (self.num_cycles * past % 1))) / 2
+        elif self.schedule not in ("linear", "cosine_with_restarts"):
+            left = (1 + math.cos(math.pi * past)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
 
 def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:

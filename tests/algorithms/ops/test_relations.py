@@ -18,6 +18,7 @@ from penstock.algorithms.ops.rollout_correction import (
     rollout_weight,
     weighted_advantage,
 )
+from penstock.algorithms.options import PolicyUpdates
 from penstock.algorithms.papers.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
@@ -42,9 +43,9 @@ def test_all_algorithms_with_a_kl_to_a_reference_are_listed() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_options_inherit_from_at_most_one_class(name: str) -> None:
+def test_options_inherit_from_at_most_one_class_besides_those_that_many_share(name: str) -> None:
     kinds = [kind for kind in type(options_of(name)).__mro__ if dataclasses.is_dataclass(kind)]
-    assert len(kinds) <= 2
+    assert len(set(kinds) - {PolicyUpdates}) <= 2
 
 
 @pytest.mark.slow

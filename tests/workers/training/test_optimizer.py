@@ -25,6 +25,7 @@ from penstock.workers.training.optimizer import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import get_scheduler
 
 
 def test_steps_equal_torch_adamw():
@@ -114,6 +115,34 @@ def test_warm_up_as_a_share_and_names_of_transformers(
     spec = OptimizerSpec(lr=1.0, **options).over(4)
     assert [spec.lr_at(call) for call in range(4)] == pytest.approx(expected)
     assert spec.over(9) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "theirs"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_min_lr", {"min_lr_ratio": 0.2}, {"min_lr_rate": 0.2}),
+        ("cosine_with_restarts", {"num_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"power": 2.0, "min_lr_ratio": 0.1}, {"power": 2.0, "lr_end": 0.05}),
+        ("inverse_sqrt", {}, {}),
+        ("warmup_stable_decay", {"decay_calls": 4}, {"num_decay_steps": 4}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedules_are_those_of_transformers_after_the_warm_up(
+    name: str, options: dict[str, Any], theirs: dict[str, Any], warmup: int
+) -> None:
+    options = {**options, "schedule": name, "warmup_calls": warmup}
+    spec = OptimizerSpec(lr=0.5, **options).over(12)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scheduler: Any = get_scheduler(name, optimizer, warmup, 12, theirs)
+    for call in range(13):
+        if call >= warmup:
+            assert spec.lr_at(call) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 def test_a_warm_up_has_one_length() -> None:

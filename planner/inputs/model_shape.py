@@ -20,7 +20,7 @@ Head = Literal["vocabulary", "scalar"]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
-_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
+_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"}
 _QKV_BIAS = {"qwen2", "qwen2_moe"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
 

@@ -37,7 +37,7 @@ from torch_models import architecture, assert_top_words, make_prompts, module_of
 FAMILIES = (
     "llama",
     "llama-all-heads",
-    "llama-tied",
+    "llama3",
     "mistral",
     "qwen2",
     "qwen2-all-heads",

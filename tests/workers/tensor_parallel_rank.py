@@ -35,9 +35,10 @@ SIZES = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "smollm3": {"model_type": "smollm3", "attention_bias": True, "mlp_bias": True,
+                "no_rope_layers": [1, 0], "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
-}
+}  # fmt: skip
 
 
 def spec(name: str, **others: Any) -> ModelSpec:

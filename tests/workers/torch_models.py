@@ -26,17 +26,20 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama", "tie_word_embeddings": False},
     "llama-biased": {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-all-heads": {**BASE, "model_type": "llama", "num_key_value_heads": 4},
-    "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
+    "llama3": {**BASE, "model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5,
+               "rope_scaling": {**ROPE, "original_max_position_embeddings": 64}},
     "mistral": {**BASE, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": False},
     "qwen2-all-heads": {**BASE, "model_type": "qwen2", "num_key_value_heads": 4},
     "qwen2-tied": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-}
+    "smollm3": {**BASE, "model_type": "smollm3", "no_rope_layers": [1, 0], "pad_token_id": None},
+}  # fmt: skip
 FOUR_QUERIES: dict[str, Any] = {
     **BASE,
     "model_type": "qwen3",
@@ -59,10 +62,26 @@ ALL_HEADS = {name: value for name, value in BASE.items() if name != "num_key_val
 PLAIN: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 8},
-    "gemma2": {**BASE, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
+    "gemma2": {
+        **BASE,
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+    },
     "gpt_neox": {**ALL_HEADS, "model_type": "gpt_neox"},
 }
 """Architectures that go through the Hugging Face forward."""
+TWO_KINDS: dict[str, Any] = {"head_dim": 32, "sliding_window": 8,
+                             "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+NEWEST: dict[str, dict[str, Any]] = {
+    "gemma3": {**BASE, **TWO_KINDS, "model_type": "gemma3_text", "query_pre_attn_scalar": 24},
+    "olmo2": {**BASE, "model_type": "olmo2"},
+    "phi4": {**BASE, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gpt_oss": {**BASE, **TWO_KINDS, "model_type": "gpt_oss", "num_local_experts": 4,
+                "num_experts_per_tok": 2},
+}  # fmt: skip
+"""The same, as they are published."""
 MIXTURE: dict[str, Any] = {
     **BASE,
     "model_type": "mixtral",
@@ -80,7 +99,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str) -> dict[str, Any]:
-    return {**FAMILIES, **PLAIN, **MIXTURES, "four-queries": FOUR_QUERIES}[name]
+    return {**FAMILIES, **PLAIN, **NEWEST, **MIXTURES, "four-queries": FOUR_QUERIES}[name]
 
 
 def make_policy(

@@ -265,12 +265,26 @@ def learn_padding(model: Any) -> None:
         embedding.padding_idx = None
 
 
+def attention_of(config: Any) -> str | None:
+    """The attention that transformers computes a model with; None for torch's, where it has it.
+
+    Torch's leaves out a cap on scores (Gemma 2), without a word.
+    """
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
 def empty_model(config: Any, folder: Path | None = None) -> Any:
     """The language model of a config, without memory for its weights."""
     auto: Any = transformers.AutoModelForCausalLM
+    text = getattr(config, "text_config", None)
+    if text is not None:
+        raise ConfigError(
+            f"{_called('model_type', folder)} is {config.model_type!r}, a model of more than text\n"
+            f"    give its language model alone, saved with its text_config ({text.model_type})"
+        )
     try:
-        with quiet_transformers(), torch.device("meta"):
-            return auto.from_config(config, attn_implementation="sdpa")  # as it is built later
+        with quiet_transformers(), torch.device("meta"):  # as it is built later
+            return auto.from_config(config, attn_implementation=attention_of(config))
     except Exception as error:  # of many kinds
         reason = str(error).split(".\n")[0].splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -41,6 +41,9 @@ _FUSED = re.compile(r"(.*)\.mlp\.(?:(gate)\.weight|experts\.(gate_up_proj|down_p
 
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
     """A module's tensors as its files have them: views of each expert's matrices."""
+    if model_type == "gpt_oss":  # its files have them fused as well
+        yield from tensors.items()
+        return
     mixtral = model_type == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")

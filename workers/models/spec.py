@@ -26,7 +26,13 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..training.data_parallel import RankGroup
 from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import refuse_faults, some, take_tensors, unusable
-from .architecture import checked_config, empty_model, learn_padding, quiet_transformers
+from .architecture import (
+    attention_of,
+    checked_config,
+    empty_model,
+    learn_padding,
+    quiet_transformers,
+)
 from .model_folder import check_tensors, folder_config, load_faults, owner_words
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -143,7 +149,7 @@ class ModelSpec:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
             model: Any = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa"
+                config, dtype=torch.float32, attn_implementation=attention_of(config)
             )
             if size and config.vocab_size < size:
                 model.resize_token_embeddings(size, mean_resizing=False)
@@ -163,7 +169,7 @@ class ModelSpec:
                     local_files_only=True,
                     use_safetensors=True,
                     trust_remote_code=False,
-                    attn_implementation="sdpa",
+                    attn_implementation=attention_of(config),
                     output_loading_info=True,
                 )
         except RuntimeError as error:  # what it merges, as experts, is looked at here alone

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.modules import module as nn_module
 
 from ....dataflow.errors import ConfigError, PlanError
-from ...models.architecture import learn_padding
+from ...models.architecture import attention_of, learn_padding
 from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import Head, HeadedModel, ModelSpec
 from ...training.host_memory import masked
@@ -138,9 +138,9 @@ def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec, *, cut: bool) -> Fsdp
     auto: Any = transformers.AutoModelForCausalLM
     if cut:
         transformers.AttentionInterface.register(ATTENTION, attend)
-    attention = ATTENTION if cut else "sdpa"
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
+        attention = ATTENTION if cut else attention_of(config)
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         learn_padding(module)
         backbone = module.base_model

@@ -38,11 +38,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ....planner.inputs.model_shape import ModelShape, shape_of
+from ....planner.inputs.model_shape import ModelShape
 from ...models.spec import Head
-from .declaration import check_family
 
 
 @dataclass(frozen=True)
@@ -198,30 +196,6 @@ def _all_to_all(
     return result
 
 
-def supported_shape(config: Any, dtype: str) -> ModelShape:
-    """The sizes of a Hugging Face config, if this engine computes exactly what its model does."""
-    kind = config.model_type
-    check_family(kind)
-    layers = getattr(config, "layer_types", None) or []
-    computed: dict[str, tuple[Any, Any]] = {  # field -> what it is, and what it must be
-        "hidden_act": (config.hidden_act, "silu"),
-        "mlp_bias": (getattr(config, "mlp_bias", None) or None, None),
-        "attention_bias": (kind != "qwen2" and bool(getattr(config, "attention_bias", 0)), False),
-        "sliding_window": (config.sliding_window if kind in ("mistral", "mixtral") else None, None),
-        "router_jitter_noise": (getattr(config, "router_jitter_noise", None) or None, None),
-        "decoder_sparse_step": (getattr(config, "decoder_sparse_step", 1), 1),
-        "mlp_only_layers": (getattr(config, "mlp_only_layers", None) or None, None),
-        "layer_types": (next((name for name in layers if name != "full_attention"), None), None),
-    }
-    for field, (value, expected) in computed.items():
-        if value != expected:
-            raise ConfigError(
-                f"the Megatron engine cannot compute a {kind} model with {field}={value!r}; "
-                "train it with engine=torch"
-            )
-    return shape_of(config.to_dict(), name=kind, dtype=dtype)
-
-
 class _RmsNorm(nn.Module):
     """RMS norm over the last dimension, as megatron-core builds its norms."""
 
@@ -320,13 +294,6 @@ def build_backbone(
 
 def _rotary_frequencies(config: Any) -> Tensor:
     """As transformers computes them, so that its ways to stretch them hold here too."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(
-            f"the Megatron engine cannot compute rotary positions of type '{kind}'; it has "
-            "default, linear and llama3. Train this model with engine=torch"
-        )
     with torch.device("cpu"):
         rotary: Any = LlamaRotaryEmbedding(config)  # the families share it
     return rotary.inv_freq.float().clone()

@@ -12,7 +12,7 @@ from ....dataflow.errors import PlanError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.layout import Layout
-from ....planner.inputs.model_shape import ModelShape, shape_of
+from ....planner.inputs.model_shape import ModelShape
 from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam, shard
 from ....planner.resharding.storage import concatenate, interleave_qkv
 from ...models.file_weights import fill_first_weights, model_source
@@ -21,7 +21,7 @@ from ...training.data_parallel import rank_group, worker_group
 from ...training.network import LanguageNetwork
 from ..divided_network import recompute_layers
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
-from .declaration import check_family
+from .declaration import supported_shape
 from .groups import beside_experts, expert_ranks, join_groups
 
 _RENAMED = (
@@ -105,11 +105,10 @@ class MegatronOptions:
 
     def check_group(self, context: WorkerContext) -> None:
         assert isinstance(self, Recipe)
-        beside, kind = beside_experts(context, self.expert_parallel), self.model.config.model_type
+        beside = beside_experts(context, self.expert_parallel)
         experts, tensor = self.expert_parallel, beside.tensor_parallel
         layout = Layout(tp=tensor, pp=beside.pipeline_parallel, dp=experts, ep=experts)
-        check_family(kind)
-        shape = shape_of(self.model.config.to_dict(), name=kind, dtype=self.model.dtype)
+        shape = supported_shape(self.model.config, self.model.dtype)
         megatron_sharding(shape, layout, range(layout.num_devices))
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
@@ -122,7 +121,7 @@ class MegatronOptions:
     ) -> LanguageNetwork:
         """The same with weights as they were allocated."""
         beside = join_groups(context, self.expert_parallel)  # before megatron-core is imported
-        from .model import build_backbone, supported_shape
+        from .model import build_backbone
         from .network import MegatronNetwork
 
         shape = supported_shape(model.config, model.dtype)

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 over packed tokens, all of it ours.
+"""The forward pass of Llama, Mistral, Qwen2, Qwen3 and SmolLM3 over packed tokens, all ours.
 
 `LeanBackbone` reads the Hugging Face module's own weights (through `FlatParameters`, which makes
 the fused query-key-value and gate-up weights views of the same memory) and serves training,
@@ -56,7 +56,7 @@ def summed(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts
 
 
-_FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
+_FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
@@ -138,6 +138,10 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Linears
     down: Linears
+    rotates: bool  # Whether queries and keys say where they stand: not in all layers of SmolLM3
+
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return (cos, sin) if self.rotates else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
 class LeanBackbone:
@@ -262,6 +266,7 @@ class LeanBackbone:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`x + change`, rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
         heads, keys = self.num_heads, self.num_key_heads
+        cos, sin = layer.turns(cos, sin)
         x, qkv = layer.qkv.of_norm(x, change, layer.input_norm, self.eps)
         qkv = qkv.view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
@@ -290,7 +295,7 @@ class LeanBackbone:
         if layer.query_norm is not None and layer.key_norm is not None:
             query = rms_norm(query, layer.query_norm, self.eps)
             key = rms_norm(key, layer.key_norm, self.eps)
-        return x, rotate_into((query, key, value), cos, sin, caches, where)
+        return x, rotate_into((query, key, value), *layer.turns(cos, sin), caches, where)
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]. See `_layer`."""
@@ -328,4 +333,5 @@ def _layer_weights(flat: FlatParameters, prefix: str, layer: Any) -> LayerWeight
         mlp_norm=flat.parameter(f"{prefix}post_attention_layernorm.weight"),
         gate_up=linears("mlp", "gate_proj", "up_proj"),
         down=linears("mlp", "down_proj"),
+        rotates=bool(getattr(layer.self_attn, "use_rope", True)),
     )

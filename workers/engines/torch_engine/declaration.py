@@ -49,7 +49,7 @@ from ..engine import MICRO_BATCH_TOKENS, EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
 from .packing import ALIGN, by_length, padded_tokens, padded_width, round_up
 
-DIVIDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DIVIDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """The `model_type`s whose matrices processes divide that generate or evaluate."""
 
 _SIMULATED = 256  # rows sampled to see how micro-batches differ

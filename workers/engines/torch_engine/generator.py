@@ -1,7 +1,7 @@
 """Our own generation as a `GenerationEngine`, over the network that the torch engine evaluates.
 
-Llama, Qwen2 and Qwen3 are decoded by `decode`, on GPUs by `decode_on_device`; other architectures
-through the Hugging Face forward.
+The families of `backbone` are decoded by `decode`, on GPUs by `decode_on_device`; others through
+the Hugging Face forward.
 """
 
 from __future__ import annotations
@@ -172,6 +172,9 @@ def _rows_alike(module: Any, padded: bool) -> Generator[int | None]:
     AttentionInterface.register(_ROWS_ALIKE, _attend)
     AttentionMaskInterface.register(_ROWS_ALIKE, sdpa_mask)
     before = module.config._attn_implementation
+    if before != "sdpa":  # it computes something else besides, as sinks
+        yield 1
+        return
     with quiet_transformers():  # it logs if a model's attention cannot be chosen
         module.set_attn_implementation(_ROWS_ALIKE)
     try:
@@ -452,8 +455,9 @@ class TorchGenerator(GenerationEngine):
     def turns(self, sampling: Sampling, num_rows: int) -> TorchTurns:
         if not isinstance(self.network, LeanNetwork):
             raise ConfigError(
-                f"conversations need a model that {self.name} decodes itself (Llama, Qwen2 or "
-                f"Qwen3), and this is a {type(self._module).__name__}\n    set rollout=vllm"
+                f"conversations need a model that {self.name} decodes itself (Llama, Mistral, "
+                f"Qwen2, Qwen3 or SmolLM3), and this is a {type(self._module).__name__}\n    set "
+                "rollout=vllm"
             )
         self._kept.give_up()  # before it is counted how many rows have room
         sampler = TurnSampler(

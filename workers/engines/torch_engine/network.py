@@ -1,8 +1,8 @@
 """A language model in one process: outputs at chosen positions of some rows.
 
-`LeanNetwork` serves Llama, Qwen2 and Qwen3 through the packed forward pass; `PlainNetwork` serves
-every other architecture through the Hugging Face forward on right-padded rows. Both read and train
-the same module, whose weights lie in `flat`.
+`LeanNetwork` serves the families of `backbone` through the packed forward pass; `PlainNetwork`
+serves every other architecture through the Hugging Face forward on right-padded rows. Both read and
+train the same module, whose weights lie in `flat`.
 
 A role with adapters trains them alone. Its frozen weights are those of its model, so a reference
 that is the model as it was needs no copy of its own: both share one `FrozenWeights`.

@@ -66,6 +66,15 @@ def check_divided(
     check_divides(model, context.tensor_parallel)
 
 
+def check_generates(model: ModelSpec) -> None:
+    """Refuse to sample from a model whose layers keep a state instead of keys and values."""
+    if getattr(empty_model(model.config), "_is_stateful", False):
+        raise ConfigError(
+            f"the torch engine cannot generate with a '{model.config.model_type}', whose layers "
+            "keep a state instead of keys and values\n    set rollout=vllm"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchModel:
     """Options of this engine's network, of any role."""
@@ -150,6 +159,12 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
+    @override
+    def check_group(self, context: WorkerContext) -> None:
+        super().check_group(context)
+        if context.methods & {"generate", "converse"}:
+            check_generates(self.model)
+
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         assert isinstance(network, TorchNetwork)
         return TorchGenerator(
@@ -186,6 +201,7 @@ class TorchGeneratorSpec:
 
     def check_group(self, context: WorkerContext) -> None:
         check_divided(self.model, context, trained=False, lora=self.lora)
+        check_generates(self.model)
 
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
         network = TorchModel(lora=self.lora).make_network(self.model, context, Head("lm_head"))

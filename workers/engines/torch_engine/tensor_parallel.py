@@ -58,8 +58,9 @@ def check_divides(model: ModelSpec, tensor: int) -> None:
     config = model.config
     if not is_lean(empty_model(config).base_model):
         raise ConfigError(
-            f"engine=torch divides the matrices of models that it computes itself (Llama, Mistral, "
-            f"Qwen2 and Qwen3 with full attention), not of this '{config.model_type}'\n    leave "
+            "engine=torch divides the matrices of models that it computes itself (Llama, Mistral, "
+            "Qwen2, Qwen3 and SmolLM3 with full attention), not of this "
+            f"'{config.model_type}'\n    leave "
             "tensor_parallel of its group at 1"
         )
     if (what := undivided(config, tensor)) is not None:

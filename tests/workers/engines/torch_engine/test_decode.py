@@ -85,7 +85,8 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
                 assert sampled == whole[key], key
     finally:
         torch.set_num_threads(before)
-    assert module_of(policy).config._attn_implementation == "sdpa"
+    expected = "eager" if name == "gemma2" else "sdpa"  # it caps scores
+    assert module_of(policy).config._attn_implementation == expected
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ def test_graphs_know_where_frozen_weights_lie_beside_adapters(monkeypatch: pytes
 # --- attention by the kernel over used lengths
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-biased", "llama-all-heads", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["smollm3", "llama-biased", "llama-all-heads", "qwen2", "qwen3"])
 def test_samples_by_the_kernel_are_those_of_the_plain_loop(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):

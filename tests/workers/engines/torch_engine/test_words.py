@@ -15,7 +15,7 @@ from penstock.workers.training.token_logprob import token_logprob, top_words
 from torch import Tensor
 from torch_models import VOCAB, make_policy, module_of
 
-NAMES = ("llama-tied", "qwen3", "gpt2", "gemma2")
+NAMES = ("llama3", "qwen3", "gpt2", "gemma2")
 """One of each way through the engine: packed, with and without a tied head; Hugging Face's forward,
 up to the states and up to logits that are capped."""
 

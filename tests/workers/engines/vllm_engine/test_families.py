@@ -1,10 +1,10 @@
-"""Mixtures of experts in a real vLLM engine: first weights, and new ones."""
+"""Families of models in a real vLLM engine: first weights, and new ones."""
 
 from __future__ import annotations
 
 import pytest
 from penstock.algorithms.roles import Sampling
-from torch_models import make_prompts
+from torch_models import NEWEST, make_prompts
 from vllm_models import (
     generate,
     hugging_face_logprob,
@@ -18,9 +18,9 @@ SAMPLING = Sampling(num_samples=2, max_new_tokens=20)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama3", "smollm3", *NEWEST])
 def test_logprobs_are_hugging_faces_before_and_after_an_update(family: str):
-    """One has experts of 80, the other of 24: vLLM pads both to a multiple of 32."""
+    """Mixtures have experts of 80 or of 24: vLLM pads both to a multiple of 32."""
     module = model_spec(family).causal_lm("cpu")
     policy = start(family)
     try:

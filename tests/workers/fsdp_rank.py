@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import fork_groups, join
 from megatron_models import (
+    DROPPED,
     FAMILIES,
     LORA,
     OPTIMIZER,
@@ -49,7 +50,7 @@ from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_models import architecture
+from torch_models import NEWEST, architecture
 
 
 class Part:
@@ -212,6 +213,18 @@ def gpt2(part: Part) -> None:
     part.keep("weights", policy.export_weights())
 
 
+def newest(part: Part) -> None:
+    """Adapters with dropout on families that transformers computes."""
+    batch = part.rows(load_batch(part.folder))
+    for name in NEWEST:
+        model = ModelSpec(architecture=architecture(name))
+        policy = part.build(model, optimizer=OPTIMIZER, lora=DROPPED, micro_batch_tokens=90)
+        part.found[f"{name}/before"] = policy.logprob(batch["tokens"], batch["mask"])
+        part.keep(f"{name}/metric", train_policy(policy, batch))
+        part.keep(name, policy.export_weights())
+        policy.save_pretrained(part.folder / f"newest-{name}")
+
+
 def padded(part: Part) -> None:
     """The token that pads is a word as well."""
     policy = part.build(ModelSpec(architecture=PADDED), optimizer=OPTIMIZER)
@@ -295,6 +308,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "ways": ways,
     "roles": roles,
     "gpt2": gpt2,
+    "newest": newest,
     "half": half,
     "padded": padded,
     "pieces": pieces,

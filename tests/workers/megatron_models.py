@@ -54,6 +54,7 @@ FROZEN = ("model.embed_tokens.*", "model.layers.0.self_attn.q_proj.*")
 RESTARTING = dataclasses.replace(OPTIMIZER, restart_every_call=True)
 # One of two shards then has none of an adapter's A.
 LORA = LoraSpec(rank=1, alpha=4.0)
+DROPPED = LoraSpec(rank=2, alpha=8.0, dropout=0.2)
 EOS = 2
 
 

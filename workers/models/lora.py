@@ -14,7 +14,8 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.options import NonNegativeInt, PositiveFloat, option_class
+from ...dataflow.options import FractionBelowOne, NonNegativeInt, PositiveFloat, option_class
+from ...dataflow.runtime.call_context import current_step
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
@@ -59,6 +62,9 @@ class LoraSpec:
     """Ends of names -> the rank there: `{q_proj: 8}`; empty for the folder's."""
     alpha_pattern: dict[str, float] = field(default_factory=dict[str, float])
     """Ends of names -> the alpha there: `{q_proj: 4}`; empty for the folder's."""
+    dropout: FractionBelowOne = 0.0
+    """Share of the numbers that go into an adapter which training leaves out. Which ones follows
+    from the run's seed, the step and a token's text, so no result depends on micro-batches."""
     folder: str | None = None
     """An adapter to go on from, as a run or peft has saved it; null for a fresh one, which changes
     nothing at first."""
@@ -67,7 +73,7 @@ class LoraSpec:
         for key in ("rank_pattern", "alpha_pattern"):
             if not _SETTINGS[key].allows(getattr(self, key)):
                 raise ValueError(f"lora.{key}: expected {_SETTINGS[key].expected}")
-        given = [key for key in _SETTINGS if not _is_open(getattr(self, key))]
+        given = [key for key in (*_SETTINGS, "dropout") if not _is_open(getattr(self, key))]
         # Runs recorded the default alpha of 32 without a rank when it was not left open.
         if given and not self and not (given == ["alpha"] and self.alpha == _ALPHA):
             raise ValueError(
@@ -301,8 +307,81 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
         warnings.catch_warnings(action="ignore", category=UserWarning),
     ):  # peft says that it sets `fan_in_fan_out` as the kind of linear map needs it
         inject_adapter_in_model(config, module)
+    if spec.dropout:
+        state = AdapterDropout(spec.dropout)
+        for name, part in adapted_linears(module):
+            part.lora_dropout[_NAME] = _Dropped(state, name)
     named = {checkpoint_name(full): p for full, p in module.named_parameters()}
     return {name: p for name, p in named.items() if is_adapter(name)}
+
+
+class AdapterDropout:
+    """The tokens that a model's adapters compute while it trains; none are known in evaluation.
+
+    A token's key is a hash of its text: of the tokens of its row up to it. So equal texts of a step
+    leave out the same numbers, wherever they are computed, and computing them again does too.
+    """
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
+        self.keys: Tensor | None = None  # i64, of the tokens that are computed next
+        self._seed: int | None = None
+
+    @staticmethod
+    def of(module: nn.Module) -> AdapterDropout:
+        """The one of an adapted model, or one without effect."""
+        parts = (part.state for part in module.modules() if isinstance(part, _Dropped))
+        return next(parts, AdapterDropout())
+
+    @contextmanager
+    def active(self, context: WorkerContext, *, trains: bool) -> Generator[None]:
+        """Leave numbers out in here, if it trains."""
+        if self.share and trains:
+            self._seed = _hashed(f"{context.seed}\x1f{context.role}\x1f{current_step()}")
+        try:
+            yield
+        finally:
+            self._seed = self.keys = None
+
+    def keys_of(self, tokens: Tensor) -> Tensor | None:
+        """Keys of tokens, i64[rows, T] of the same; None if nothing is left out."""
+        if self._seed is None:
+            return None
+        place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        return _mixed(tokens * _ODD + place * (self._seed | 1)).cumsum(1)
+
+
+class _Dropped(nn.Module):
+    """Dropout of the input of one map's adapter."""
+
+    def __init__(self, state: AdapterDropout, name: str) -> None:
+        super().__init__()
+        self.state = state
+        self._salt = _hashed(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same with numbers left out: x f[..., D], of tokens that `keys` are of."""
+        if self.state.keys is None:
+            return x
+        column = torch.arange(x.shape[-1], device=x.device) * _ODD + self._salt
+        number = _mixed(self.state.keys.reshape(*x.shape[:-1], 1) + column)
+        kept = (number & _LARGEST_HASH) >= int(self.state.share * (_LARGEST_HASH + 1))
+        return x * kept / (1 - self.state.share)
+
+
+_ODD = -0x61C8864680B583EB
+_LARGEST_HASH = (1 << 31) - 1
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of each number, i64; Stafford's "Better bit mixing", 2011, variant 13."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def checkpoint_name(name: str) -> str:
@@ -332,8 +411,7 @@ def _fresh(name: str, shape: Sequence[int], seed: int) -> Tensor:
     made = torch.zeros(*shape)
     if ".lora_B." in name:
         return made
-    digest = hashlib.blake2b(f"{seed}\x1f{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(_hashed(f"{seed}\x1f{name}"))
     return nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
 
 
@@ -426,7 +504,7 @@ def save_adapter(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name or base,
         "revision": revision,
-        "lora_dropout": 0.0,
+        "lora_dropout": spec.dropout,
         "bias": "none",
         **{setting.saved_as: getattr(spec, key) for key, setting in _SETTINGS.items()},
         "target_modules": list(spec.target_modules) or targets,

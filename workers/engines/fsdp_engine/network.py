@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
+from ...models.lora import (
+    AdapterDropout,
+    LoraSpec,
+    checkpoint_name,
+    insert_adapters,
+    merge,
+    save_adapter,
+)
 from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
 from ...training.data_parallel import RankGroup, sum_over
@@ -175,6 +182,7 @@ class FsdpNetwork(DividedNetwork):
             self.frozen = StoredPart(frozen, mesh, context, dtype)
             trained = {name: p for name, p in named.items() if p.requires_grad}
             dtype = torch.float32
+        self._dropout = AdapterDropout.of(model)
         self._trained = StoredPart(trained, mesh, context, dtype)
         self.layout, self.rank_layout = self._trained.layout, self._trained.rank_layout
 
@@ -216,11 +224,14 @@ class FsdpNetwork(DividedNetwork):
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         # Every shard must come here equally often.
-        context = self._mesh.context
+        context, dropout = self._mesh.context, self._dropout
+        dropout.keys = dropout.keys_of(tokens)
         if context is None:
             values, anchor = self._model(tokens, reads)
             return Outputs(values, anchor=anchor)
         rows = context.cut(tokens, reads)
+        if dropout.keys is not None:
+            dropout.keys = dropout.keys[:, rows.position[0].clamp(max=tokens.shape[1] - 1)]
         placed = {"position_ids": rows.position, "context": context}
         values, anchor = self._model(rows.tokens, rows.reads, **placed)
         if self._head.is_scalar:
@@ -273,10 +284,11 @@ class FsdpNetwork(DividedNetwork):
 
     def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
         # Processes that share rows take the same ones. `compute` must call `outputs` once.
-        for part in self.share(given.parts):
-            total = self.idle() if part is None else given.compute(given.load(part))
-            if backward:
-                total.backward()
+        with self._dropout.active(self.context, trains=backward):
+            for part in self.share(given.parts):
+                total = self.idle() if part is None else given.compute(given.load(part))
+                if backward:
+                    total.backward()
         if not backward or self._model.keeps_gathered:
             self._model.reshard_all()
 

@@ -9,13 +9,13 @@ Shapes: N tokens, r rank of an adapter, R of all adapters of maps that are compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...training.flat_parameters import FlatParameters
 
@@ -27,10 +27,11 @@ class LowRank:
     down: Tensor  # A, f32[r, in]
     up: Tensor  # B, f32[out, r]
     scale: float  # Alpha over the rank
+    drop: Callable[[Tensor], Tensor] = nn.Identity()  # The dropout of x
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, out] of [N, in], in the precision of `x`."""
-        narrow = F.linear(x, self.down.to(x.dtype))
+        narrow = F.linear(self.drop(x), self.down.to(x.dtype))
         return F.linear(narrow, (self.up * self.scale).to(x.dtype))
 
 
@@ -75,8 +76,8 @@ def adapters_of(linears: Sequence[Any]) -> Adapters | None:
             found.append(linear.out_features)
             continue
         (name,) = linear.lora_A
-        up = linear.lora_B[name].weight
-        found.append(LowRank(linear.lora_A[name].weight, up, linear.scaling[name]))
+        down, up = linear.lora_A[name].weight, linear.lora_B[name].weight
+        found.append(LowRank(down, up, linear.scaling[name], linear.lora_dropout[name]))
     has = any(isinstance(one, LowRank) for one in found)
     return Adapters(tuple(found)) if has else None
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...models.lora import AdapterDropout
 from ...training.flat_parameters import FlatParameters
 from ...training.weight_gradients import embedded, linear_map
 from .adapters import AdapterCopies, Adapters, adapters_of
@@ -166,6 +167,7 @@ class LeanBackbone:
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
         self._copies: AdapterCopies | None = None  # of adapters
+        self.dropout = AdapterDropout.of(backbone)
         # Processes that divide the matrices, of which this one has its part (`tensor_parallel.py`)
         self.group: dist.ProcessGroup | None = None
 
@@ -177,7 +179,7 @@ class LeanBackbone:
             for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
         ]
         adapters = [one.adapters for one in maps if one.adapters is not None]
-        if self.embedding.dtype != torch.float32:
+        if self.embedding.dtype != torch.float32 and not self.dropout.share:
             self._copies = AdapterCopies(flat, adapters, self.embedding.dtype)
 
     def renew_copies(self) -> None:
@@ -251,6 +253,7 @@ class LeanBackbone:
 
         Input and output are sums of two tensors, or one (`sum_later`).
         """
+        self.dropout.keys = pack.keys
         x, query, key, value = self.project(x, change, layer, cos, sin)
         del change
         if cache is not None:
@@ -259,6 +262,7 @@ class LeanBackbone:
         mixed = attend_packed(query, key, value, pack, self.scale)
         if read is not None:
             mixed, x = mixed[read], x[read]
+            self.dropout.keys = None if pack.keys is None else pack.keys[read]
         return self.finish(x, mixed, layer)
 
     def project(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ....algorithms.ops.distributions import entropy_of_logprobs
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.lora import LoraSpec, merge, save_adapter
+from ...models.lora import AdapterDropout, LoraSpec, merge, save_adapter
 from ...models.spec import Head, ModelSpec
 from ...training.flat_parameters import FlatParameters
 from ...training.host_memory import on_host
@@ -105,9 +105,13 @@ class TorchNetwork(WholeNetwork):
         self._split = split
         self._is_scalar = head.is_scalar
         self._body, self._linear = _parts(module, head)
+        self._dropout = AdapterDropout.of(module)
 
     def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
-        with _same_bits(self.same_bits and self.device.type == "cuda"):
+        with (
+            _same_bits(self.same_bits and self.device.type == "cuda"),
+            self._dropout.active(self.context, trains=backward),
+        ):
             super().run(given, backward=backward)
 
     @property
@@ -183,7 +187,7 @@ class LeanNetwork(TorchNetwork):
             self.backbone.copy_adapters(split.trained)
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
-        pack = pack_rows(tokens, reads, shared)
+        pack = pack_rows(tokens, reads, shared, keys=self._dropout.keys_of(tokens))
         states = self.backbone.states(pack)
         return Outputs(self.head(states) if self._is_scalar else states, pack.entry)
 
@@ -226,6 +230,7 @@ class PlainNetwork(TorchNetwork):
         width = int((reads * torch.arange(1, reads.shape[1] + 1, device=reads.device)).max())
         rows = tokens[used, :width]
         mask = (rows >= 0).long()
+        self._dropout.keys = self._dropout.keys_of(rows)
         # Layers compute activations again while they, without what is in them, train. What is in
         # them stays in evaluation mode, so there is no dropout; and generation needs their
         # caches, which they keep in evaluation mode alone.

@@ -226,6 +226,7 @@ class Pack:
     read: Tensor
     entry: Tensor  # i64[n]; for each True of the `reads` given (row by row), an index into `read`
     sequences: Sequences  # What is packed, on the host
+    keys: Tensor | None = None  # i64[N], of dropout (`AdapterDropout`)
 
     @cached_property
     def _on_host(self) -> tuple[Block, ...]:
@@ -251,14 +252,20 @@ class Pack:
 
 
 def pack_rows(
-    tokens: Tensor, reads: Tensor, shared: Tensor | None = None, *, width_unit: int = 0
+    tokens: Tensor,
+    reads: Tensor,
+    shared: Tensor | None = None,
+    *,
+    width_unit: int = 0,
+    keys: Tensor | None = None,
 ) -> Pack:
     """Pack the tokens that are needed to compute hidden states at `reads`.
 
     Shapes: `tokens` i64[rows, T], right padded with -1; `reads` bool[rows, T]; `shared` i64[rows],
     length of each row's prompt. Equal prompts of consecutive rows are then packed once where that
     saves enough (`least_shared`). With a `width_unit` a row's rectangle is as wide as its
-    length rounded up to a multiple of it, whatever other rows there are.
+    length rounded up to a multiple of it, whatever other rows there are. `keys`, as `tokens`, are
+    packed with them.
     """
     device = tokens.device
     tokens, reads = on_host(tokens), on_host(reads)
@@ -285,9 +292,12 @@ def pack_rows(
     in_prompt = (column < prompt[:, None]) & first[:, None]
     in_own = (column >= prompt[:, None]) & (column < length[:, None])
     spare = torch.zeros(total - used, dtype=torch.int64)
-    flat = torch.cat([tokens[in_prompt], tokens[in_own], spare])
-    places = column.expand(tokens.shape)
-    position = torch.cat([places[in_prompt], places[in_own], spare])
+
+    def packed(table: Tensor) -> Tensor:
+        return torch.cat([table[in_prompt], table[in_own], spare])
+
+    flat, position = packed(tokens), packed(column.expand(tokens.shape))
+    packed_keys = None if keys is None else sent(packed(on_host(keys)), device)
 
     own_start = start[num_prompts:-1]
     prompt_start = start[owner] if num_prompts else own_start
@@ -302,7 +312,7 @@ def pack_rows(
     sequences = Sequences(start, lengths, num_prompts, prompt_start, prompt, total, width_unit)
     flat, position, read, entry = (sent(x, device) for x in (flat, position, read, entry))
     longest = int(length.max()) if len(length) else 0
-    return Pack(flat, position, max(longest, 1), read, entry, sequences)
+    return Pack(flat, position, max(longest, 1), read, entry, sequences, packed_keys)
 
 
 def padded_tokens(count: int) -> int:

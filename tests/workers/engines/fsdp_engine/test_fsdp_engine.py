@@ -19,6 +19,7 @@ import torch
 import transformers
 from forked_ranks import is_night, night, run_groups
 from megatron_models import (
+    DROPPED,
     FAMILIES,
     LORA,
     OPTIMIZER,
@@ -52,7 +53,7 @@ from penstock.workers.engines.roles import last_masked
 from penstock.workers.engines.torch_engine.specs import TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from torch import Tensor
-from torch_models import architecture, module_of
+from torch_models import NEWEST, architecture, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     train_policy(policy, load_batch(made))
     policy.save_state(made / "state-torch")
     layouts = [
-        "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways+padded",
+        "1,2,1:logits+train+roles+gpt2+newest+half+frozen+adapters+ways+padded",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
         "~1,2,1,2:logits+train+roles+adapters",
@@ -207,6 +208,26 @@ def test_a_family_without_a_plan_learns_the_same(folder: Path):
     found = read_all(folder, SHARDS, "gpt2")[0]
     torch.testing.assert_close(under(found, "weights"), policy.export_weights(), atol=1e-5, rtol=0)
     torch.testing.assert_close(under(found, "metric"), metrics, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", NEWEST)
+def test_newest_families_learn_adapters_with_dropout_as_in_the_torch_engine(
+    folder: Path, family: str
+) -> None:
+    batch, model = load_batch(folder), ModelSpec(architecture=architecture(family))
+    policy = torch_policy(model, optimizer=OPTIMIZER, lora=DROPPED)
+    before = policy.logprob(batch["tokens"], batch["mask"])
+    found = under(read_all(folder, SHARDS, "newest")[0], family)
+    torch.testing.assert_close(found.pop("before"), before, atol=1e-5, rtol=0)
+    metrics = train_policy(policy, batch)
+    assert_as_torch(found, policy.export_weights(), metrics)
+    saved = torch_policy(ModelSpec(folder=str(folder / f"newest-{family}")))
+    torch.testing.assert_close(
+        saved.logprob(batch["tokens"], batch["mask"]),
+        policy.logprob(batch["tokens"], batch["mask"]),
+        atol=2e-5,
+        rtol=0,
+    )
 
 
 def test_rows_in_pieces_teach_what_the_whole_batch_teaches(folder: Path):

@@ -17,7 +17,12 @@ from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine import network
 from penstock.workers.engines.torch_engine.adapters import AdapterCopies, Adapters, LowRank
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
-from penstock.workers.models.lora import LoraSpec
+from penstock.workers.models.lora import (
+    AdapterDropout,
+    LoraSpec,
+    adapted_linears,
+    insert_adapters,
+)
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.flat_parameters import FlatParameters, read_tensors
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -180,6 +185,77 @@ def test_a_critic_trains_adapters_and_its_head() -> None:
     with call_scope(30, 0):
         found = worker.value(batch.tokens, batch.mask)
     assert float(found[batch.mask].mean()) > 0.2
+
+
+# --- dropout
+
+DROPOUT = LoraSpec(rank=4, alpha=8.0, dropout=0.3)
+TWICE = PolicyBatch(**{name: torch.cat([part, part[:3]]) for name, part in vars(_batch()).items()})
+"""Rows of which some are there again, with one prompt."""
+TWICE.tokens[:, :3] = TWICE.tokens[0, :3]
+
+
+def _dropped(**options: Any) -> dict[str, torch.Tensor]:
+    """Adapters after three steps with dropout."""
+    given: dict[str, Any] = {"lora": DROPOUT, **options}
+    worker = _policy(ModelSpec(architecture=QWEN), **given)
+    for step in range(3):
+        with call_scope(step, 0):
+            worker.train(ClippedPolicyLoss(), TWICE)
+    return worker.export_weights()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_tokens": 10},
+        {"micro_batch_tokens": 40, "activation_checkpointing": True},
+        {"own": False},
+        {"own": False, "micro_batch_tokens": 30, "activation_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_what_dropout_leaves_out_depends_on_no_micro_batch(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _dropped()
+    if not options.pop("own", True):
+        monkeypatch.setattr(network, "is_lean", _never)
+    for name, weight in _dropped(**options).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_dropout_leaves_out_its_share_of_what_a_step_trains_and_nothing_else() -> None:
+    model = ModelSpec(architecture=QWEN)
+    module = model.causal_lm("cpu")
+    insert_adapters(module, DROPOUT, but="lm_head")
+    parts = [part.lora_dropout["default"] for _, part in adapted_linears(module)]
+    state, ones = AdapterDropout.of(module), torch.ones(60, 9, 100)
+    tokens = torch.randint(3, 40, (60, 9), generator=torch.Generator().manual_seed(0))
+    tokens[30:, :5] = tokens[:30, :5]
+    tokens[30:, 5] += 1
+    found: list[torch.Tensor] = []
+    for step, part in ((0, parts[0]), (0, parts[1]), (1, parts[0])):
+        with call_scope(step, 0), state.active(WorkerContext("actor"), trains=True):
+            state.keys = state.keys_of(tokens)
+            found.append(part(ones))
+    for one in found:
+        assert one.unique().tolist() == pytest.approx([0, 1 / 0.7])
+        for dims in ((0, 1), (0, 2), (1, 2)):
+            assert float((one.mean(dims) - 1).abs().max()) < 0.17, dims  # 5 of its deviations
+        assert torch.equal(one[:30, :5], one[30:, :5])  # of one text
+        # Others agree as often as chance has it: 0.3 * 0.3 + 0.7 * 0.7.
+        assert float((one[:30, 5:] == one[30:, 5:]).float().mean()) == pytest.approx(0.58, abs=0.01)
+    for other in found[1:]:
+        assert float((found[0] == other).float().mean()) == pytest.approx(0.58, abs=0.01)
+    assert torch.equal(parts[0](ones), ones)  # outside of a step
+    plain, worker = _policy(model), _policy(model, lora=DROPOUT)
+    _train(worker)
+    plain.load_weights(worker.export_weights())
+    assert torch.equal(_logprob(worker), _logprob(plain))
+    _train(plain, 1)
+    _train(worker, 1)
+    assert plain.weights_sha256() != worker.weights_sha256()
 
 
 def test_an_adapter_whose_weights_have_another_rank_than_it_says_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from penstock.launch.from_python.handle import RunHandle, open_run
     from penstock.launch.from_python.run import Planned, plan, run
+    from penstock.launch.stages.observers import StageObserver
     from penstock.workers.data.reasoning_task import ReasoningTaskSpec
     from penstock.workers.data.sources import PromptSource
     from penstock.workers.data.task import Task
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "launch.from_python.run": ("Planned", "plan", "run"),
     "launch.from_python.handle": ("RunHandle", "open_run"),
+    "launch.stages.observers": ("StageObserver",),
     "dataflow": (
         *("Engine", "Loss", "LossSum", "Metric", "Role", "Schedule"),
         *("build", "call", "one_group", "op", "run_eagerly"),
@@ -105,6 +107,7 @@ __all__ = [
     "RunHandle",
     "Sampling",
     "Schedule",
+    "StageObserver",
     "Task",
     "TokenizerSpec",
     "TorchPolicySpec",

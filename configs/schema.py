@@ -42,6 +42,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """Half of what torch takes, so that an offset can be added."""
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 FileName = Annotated[str, Field(min_length=1)]
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 EngineName = Annotated[str, AfterValidator(check_engine)]
 RolloutName = Annotated[str, AfterValidator(lambda name: check_rollout(name, SAME))]
 ExecutorName = Annotated[str, AfterValidator(check_executor)]
@@ -351,6 +352,19 @@ class SamplesConfig(Section):
     dropped, then every second of the rest."""
 
 
+class PushConfig(Section):
+    """The policy of each checkpoint as a model folder for others, while the run goes on."""
+
+    folder: FileName | None = None
+    """The folder to write, replaced each time; `pushed` in the run's folder if only `hub` is
+    set."""
+    hub: HubName | None = None
+    """A repository `ORG/NAME` of the hub that HF_ENDPOINT names, to upload the folder to; the token
+    is taken from HF_TOKEN."""
+    private: bool = True
+    """Whether a repository that is made for it is private."""
+
+
 class TrackerConfig(Section):
     """Trackers of metrics besides metrics.jsonl, which is always written."""
 
@@ -412,6 +426,11 @@ class RunConfig(Section):
     """Distance by which generation may run ahead of training; see `schedule=`."""
     tracker: TrackerConfig = TrackerConfig()
     """Trackers of metrics; see `tracker=`."""
+    callbacks: list[str] = Field(default_factory=list[str])
+    """Classes of your own that watch the steps and may end the run, `module:Class`, each derived
+    from `penstock.StageObserver`."""
+    push: PushConfig = PushConfig()
+    """Models for others, written or uploaded while the run goes on."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Measurement of accuracy."""
     samples: SamplesConfig = SamplesConfig()
@@ -426,6 +445,8 @@ class RunConfig(Section):
     """Checkpoints that are kept beside them."""
     recovery: Recovery = Recovery()
     """Reaction to processes that die."""
+    name: GroupName | None = None
+    """Name of the run, which its folder has between date and seed; the algorithm's by default."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
     progress: Literal["auto", "plain", "quiet", "json"] = "auto"
@@ -462,7 +483,7 @@ class ExportConfig(Section):
     """Write the adapter alone, as peft reads it, instead of the model that it is merged into."""
     output: FileName | None = None
     """The folder to write, new or empty; by default `RUN-step-N` in the working directory."""
-    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    push: HubName | None = None
     """A repository `ORG/NAME` of the hub that HF_ENDPOINT names, to upload the folder to; the token
     is taken from HF_TOKEN."""
     private: bool = True

@@ -47,8 +47,10 @@ from ..run_dir.resume import Resumed, resumed_config
 from ..run_dir.run_folder import RunFolder, RunRecord, change_config, create_run, record_of
 from ..run_dir.stop import Terminated, say, tell, unhidden
 from ..run_dir.trackers import TRACKERS, RunInfo, Tracker, Trackers
-from ..stages.observers import stage_plans
+from ..stages.export import check_token
+from ..stages.observers import callback_class, stage_plans
 from ..stages.prepare import model_folders, prepare
+from ..stages.push import check_push_folder
 from ..stages.report import (
     about_model,
     first_notes,
@@ -94,6 +96,10 @@ def _carry_out(
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
     tell(recovery=asdict(config.recovery))
+    check_token("push.hub", config.push.hub)
+    check_push_folder(config.push.folder)
+    for reference in config.callbacks:
+        callback_class(reference)
     trackers = Trackers(config.tracker, tables=config.samples.track_every is not None)
     if shown is not None:
         trackers.add("the notebook's curve", shown)
@@ -112,7 +118,7 @@ def _carry_out(
     if resumed is None:
         folder = create_run(
             runs,
-            name=run.main.name,
+            name=config.name or run.main.name,
             seed=config.seed,
             config=written,
             data=run.data.fingerprint,

@@ -13,8 +13,6 @@ The run may be going on: its checkpoint is read, and nothing of its folder is to
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,12 +20,9 @@ from typing import Any
 
 from ...configs.schema import EvalConfig, ExportConfig
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, WorkerError, nearest
+from ...dataflow.errors import ConfigError, nearest
 from ...workers.engines.registry import DEFAULT
-from ...workers.engines.roles import ADAPTER
 from ...workers.models.hub import hub_folder
-from ...workers.models.spec import HEAD_FILE
-from ...workers.models.tokenizer import Tokenizer
 from ..inputs.data import load_data
 from ..inputs.run import check_model, on_a_device, run_config
 from ..inputs.suites import suites_of
@@ -41,10 +36,10 @@ from ..stages.evaluation import evaluate, held_out_losses
 from ..stages.export import (
     KeptCheckpoint,
     KeptRun,
-    export_roles,
+    check_token,
     kept_run,
-    write_card,
-    write_generation_config,
+    push_folder,
+    write_model,
 )
 from ..stages.prepare import check_agents, check_suite_lengths
 from ..stages.report import measured_text
@@ -172,11 +167,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
 
 def export_model(composed: dict[str, Any]) -> None:
     keys = validated(ExportConfig, composed)
-    if keys.push is not None and not os.environ.get("HF_TOKEN"):
-        raise ConfigError(
-            f"'push' is {keys.push}, but the environment has no HF_TOKEN\n"
-            "    set it to a token that may write there; it is never shown"
-        )
+    check_token("push", keys.push)
     kept = kept_run(keys.run)
     role = _role(kept, keys.role)
     point = kept.checkpoint(keys.step)
@@ -217,63 +208,9 @@ def target_folder(given: str) -> Path:
 
 
 def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, adapter: bool) -> str:
-    run = kept.run
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    tokenizer = run.data.tokenizer if run.data.has_text else None
     try:
         with kept.reading(point):
             specs = {role: kept.specs()[role]}
-            folders, hashes = export_roles(specs, point.folder, tokenizer, draft, run.main.seed)
-        if role not in folders:
-            raise ConfigError(
-                f"'role': the worker of '{role}' writes no model folder\n    give it a method "
-                "save_pretrained(folder), or choose another role"
-            )
-        if tokenizer is not None and role == run.main.policy:
-            write_generation_config(folders[role], run)
-        written = folders[role]
-        if adapter:
-            written = _adapter_of(written, role, tokenizer)
-        write_card(written, kept.folder, run, role, point.step, hashes[role])
-        written.replace(folder)
+            return write_model(kept.run, kept.folder, specs, point, folder, adapter=adapter)
     except OSError as error:
         raise ConfigError(f"'output': '{folder}' cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return hashes[role]
-
-
-def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
-    alone = model / ADAPTER
-    if not alone.is_dir():
-        raise ConfigError(
-            f"'adapter' is true, but '{role}' was trained without one (model.lora.rank)\n"
-            "    leave it out: the whole model is written"
-        )
-    if tokenizer is not None:
-        tokenizer.save(alone)
-    if (model / HEAD_FILE).exists():
-        (model / HEAD_FILE).replace(alone / HEAD_FILE)
-    return alone
-
-
-def push_folder(folder: Path, repository: str, message: str, *, private: bool) -> str:
-    """Upload a folder to the hub that HF_ENDPOINT names, made there if need be."""
-    import huggingface_hub
-
-    token = os.environ["HF_TOKEN"]
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    try:
-        hub = huggingface_hub.HfApi(endpoint=endpoint, token=token)
-        hub.create_repo(repository, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-    except Exception as error:  # of many kinds, and of the client below it
-        said = " ".join(str(error).split()).replace(token, "HF_TOKEN")
-        raise WorkerError(
-            f"'{folder}' is written, but {endpoint} did not take it as '{repository}': "
-            f"{type(error).__name__}: {said:.300}\n    see that the token in HF_TOKEN may write "
-            "there, and upload the folder again"
-        ) from None
-    finally:
-        huggingface_hub.close_session()
-    return f"{endpoint}/{repository}"

@@ -163,7 +163,7 @@ def _check_follower(node: Node, dtype: str) -> None:
 
 def _check_executor(config: RunConfig) -> None:
     kind = executor_kind(config.executor.kind)
-    own = _named_here(config.model_dump(mode="json"))
+    own = _named_here(config.model_dump(mode="json", exclude={"callbacks"}))
     if kind.has_processes and own:
         key, name = next(iter(own.items()))
         raise ConfigError(

@@ -39,15 +39,16 @@ def unhidden(error: BaseException) -> BaseException:
 
 
 class StopRequest:
-    """A request to stop the run within `deadline_s`, which the first signal makes."""
+    """A request to stop the run, by a signal within `deadline_s`, or by the run's own code."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._signal: int | None = None
+        self.reason = ""  # of the run's own code
         self._timer: threading.Timer | None = None
 
     def __call__(self) -> bool:
-        return self._signal is not None
+        return self._signal is not None or bool(self.reason)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Take a signal; the second one raises `KeyboardInterrupt` or `Terminated`."""

@@ -439,7 +439,7 @@ class Measuring:
 
         return Pauses(frozenset() if self._evaluator is None else steps, between)
 
-    def end(self, engine: Engine) -> WorkerError | None:
+    def end(self, engine: Engine, num_steps: int) -> WorkerError | None:
         """Measure what the stage ends with; returns what that failed of, if it did."""
         if self._evaluator is None:
             return None
@@ -447,10 +447,10 @@ class Measuring:
             self.after = self._kept.read(self.stopped)
             return None
         try:
-            self.after = self._measure(engine, self._num_steps)
+            self.after = self._measure(engine, num_steps)
         except WorkerError as error:
             return error
-        self._judge(self._num_steps)
+        self._judge(num_steps)
         return None
 
     @property

@@ -8,6 +8,7 @@ that is found out, and said.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -19,14 +20,16 @@ import transformers
 import yaml
 
 from ... import __version__
-from ...dataflow.errors import ConfigError, PenstockError
+from ...dataflow.errors import ConfigError, PenstockError, WorkerError
 from ...dataflow.files import opened, writing
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...planner.plan.plan import Plan
+from ...workers.engines.roles import ADAPTER
 from ...workers.models.architecture import quiet_transformers
 from ...workers.models.hub import hub_name
 from ...workers.models.lora import ADAPTER_SETTINGS
+from ...workers.models.spec import HEAD_FILE
 from ...workers.models.tokenizer import Tokenizer, folder_end
 from ...workers.training.flat_parameters import tensors_sha256
 from ..inputs.run import Run, resolve, run_config
@@ -327,3 +330,84 @@ def write_generation_config(folder: Path, run: Run) -> None:
             found |= {"do_sample": True, **given}
         config.update(**found)
         config.save_pretrained(folder)
+
+
+def write_model(
+    run: Run,
+    home: RunFolder,
+    spec: Mapping[str, WorkerSpec | Role],
+    point: KeptCheckpoint,
+    folder: Path,
+    *,
+    adapter: bool = False,
+) -> str:
+    """Write the model of the one role in `spec`, at a checkpoint, as a folder for others.
+
+    The folder is complete or as it was before, and may be there if it is empty. Returned is the
+    hash of the weights.
+    """
+    (role,) = spec
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    tokenizer = run.data.tokenizer if run.data.has_text else None
+    try:
+        folders, hashes = export_roles(spec, point.folder, tokenizer, draft, run.main.seed)
+        if role not in folders:
+            raise ConfigError(
+                f"'role': the worker of '{role}' writes no model folder\n    give it a method "
+                "save_pretrained(folder), or choose another role"
+            )
+        if tokenizer is not None and role == run.main.policy:
+            write_generation_config(folders[role], run)
+        written = folders[role]
+        if adapter:
+            written = _adapter_of(written, role, tokenizer)
+        write_card(written, home, run, role, point.step, hashes[role])
+        written.replace(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return hashes[role]
+
+
+def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
+    alone = model / ADAPTER
+    if not alone.is_dir():
+        raise ConfigError(
+            f"'adapter' is true, but '{role}' was trained without one (model.lora.rank)\n"
+            "    leave it out: the whole model is written"
+        )
+    if tokenizer is not None:
+        tokenizer.save(alone)
+    if (model / HEAD_FILE).exists():
+        (model / HEAD_FILE).replace(alone / HEAD_FILE)
+    return alone
+
+
+def check_token(key: str, hub: str | None) -> None:
+    """Require a token for the hub, if there is one to push to."""
+    if hub is not None and not os.environ.get("HF_TOKEN"):
+        raise ConfigError(
+            f"'{key}' is {hub}, but the environment has no HF_TOKEN\n"
+            "    set it to a token that may write there; it is never shown"
+        )
+
+
+def push_folder(folder: Path, repository: str, message: str, *, private: bool) -> str:
+    """Upload a folder to the hub that HF_ENDPOINT names, made there if need be."""
+    import huggingface_hub
+
+    token = os.environ["HF_TOKEN"]
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        hub = huggingface_hub.HfApi(endpoint=endpoint, token=token)
+        hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except Exception as error:  # of many kinds, and of the client below it
+        said = " ".join(str(error).split()).replace(token, "HF_TOKEN")
+        raise WorkerError(
+            f"'{folder}' is written, but {endpoint} did not take it as '{repository}': "
+            f"{type(error).__name__}: {said:.300}\n    see that the token in HF_TOKEN may write "
+            "there, and upload the folder again"
+        ) from None
+    finally:
+        huggingface_hub.close_session()
+    return f"{endpoint}/{repository}"

@@ -18,6 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...algorithms.roles.language import Conversations, Policy
+from ...configs.references import load_object
 from ...configs.schema import SamplesConfig
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
@@ -47,8 +48,12 @@ class StageObserver:
     def on_stage(self, first_step: int) -> None:
         """The stage begins, or goes on from a checkpoint, at this step."""
 
-    def on_step(self, step: ObservedStep) -> None:
-        """A step is complete."""
+    def on_step(self, step: ObservedStep) -> str | None:
+        """A step is complete; `step.result.step` is its index, `step.values` are its metrics.
+
+        Returns:
+            Why the run is to end here, in words, with a checkpoint; None to go on.
+        """
 
     def on_evaluation(self, step: int, found: Mapping[str, float], took_s: float | None) -> None:
         """The weights after so many steps were evaluated; `took_s` is None if that was before."""
@@ -72,10 +77,9 @@ class Observers(StageObserver):
             one.on_stage(first_step)
 
     @override
-    def on_step(self, step: ObservedStep) -> None:
+    def on_step(self, step: ObservedStep) -> str | None:
         self._check_there()
-        for one in self._every:
-            one.on_step(step)
+        return next(iter(filter(None, [one.on_step(step) for one in self._every])), None)
 
     @override
     def on_evaluation(self, step: int, found: Mapping[str, float], took_s: float | None) -> None:
@@ -224,6 +228,17 @@ class SampleObserver(StageObserver):
             return []  # dropped meanwhile, as `samples.keep_steps` says
 
 
+def callback_class(reference: str) -> type[StageObserver]:
+    """Return the class of the user's own that `module:Class` names."""
+    kind = load_object(reference, "callbacks")
+    if isinstance(kind, type) and issubclass(kind, StageObserver):
+        return kind
+    raise ConfigError(
+        f"'callbacks': '{reference}' is no class derived from penstock.StageObserver\n"
+        "    derive it, and override what it is to do: on_step, on_evaluation, on_end"
+    )
+
+
 @contextmanager
 def observing(
     run: Run,
@@ -232,6 +247,7 @@ def observing(
     shown: StageProgress,
     trackers: Trackers,
     first_step: int,
+    own: Sequence[StageObserver] = (),
 ) -> Generator[Observers]:
     config = run.config
     tracker = TrackerObserver(trackers, stage.name, curves=config.evaluation.every is not None)
@@ -245,7 +261,7 @@ def observing(
         health = HealthObserver(signs, home.metrics, reported.on_event)
         shows = SampleObserver(shown, trackers, home.path, stage, config.samples)
         # The tracker first: it cuts the metrics off that the health checks read again.
-        observers = Observers([tracker, log, console, health, shows], check_there)
+        observers = Observers([tracker, log, console, health, shows, *own], check_there)
         observers.on_stage(first_step)
         yield observers
         check_there()  # models are written next

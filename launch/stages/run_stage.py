@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ...dataflow.errors import ConfigError, StateError
+from ...dataflow.errors import ConfigError, StateError, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.checkpoint import read_resume_point
@@ -37,7 +37,8 @@ from ..run_dir.stop import stoppable
 from ..run_dir.trackers import Trackers
 from .evaluation import EnvEvaluator, Evaluates, Evaluator, HeldOutLoss, Measuring, env_actors
 from .export import MODELS, combined_sha256, export_roles, files_sha256
-from .observers import observing, sample_watch
+from .observers import StageObserver, callback_class, observing, sample_watch
+from .push import PushObserver
 from .stage_result import Deaths, Headline, ObservedStep, StageResult
 from .worker_specs import Results, exporting_specs, worker_specs
 
@@ -66,7 +67,8 @@ def run_stage(
         engine = _engine(run, stage, specs, evaluator, home, found.deaths)
         measuring = Measuring(evaluator, config, kept, first_step, num_steps, store, shown)
         shown.working = engine.working
-        with engine, observing(run, stage, home, shown, trackers, first_step) as observers:
+        own = _own_observers(run, stage, home, results)
+        with engine, observing(run, stage, home, shown, trackers, first_step, own) as observers:
             found.deaths.tell = observers.on_event
             measuring.begin(engine, observers.on_evaluation)
             with (
@@ -92,14 +94,16 @@ def run_stage(
                     took_s = now_s - mark_s - (measuring.took_s - measured_s)
                     step = ObservedStep.of(stage, result, took_s, headline)
                     found.add(step)
-                    observers.on_step(step)
+                    stop.reason = observers.on_step(step) or stop.reason
                     mark_s, measured_s = now_s, measuring.took_s
             saved = max(checkpoints_in(store.folder), default=0)  # less, if it had just gone back
             stop.end(f"after {saved} of {num_steps} steps, with a checkpoint")
-            unmeasured = measuring.end(engine)
+            unmeasured = measuring.end(engine, found.num_steps)
         observers.on_end(found.num_steps)
         found.before, found.after = measuring.before, measuring.after
         found.stopped = measuring.why_stopped
+        if stop.reason and not found.stopped:
+            found.stopped = f"stopped after {found.num_steps} of {num_steps} steps: {stop.reason}"
         found.ledger = _ledger(stage, home, found.num_steps)
         found.checkpoints_missed = store.num_missed
         _export(run, stage, home, results, store, found)
@@ -124,6 +128,16 @@ def mirror_of(folder: Path, *, mirrored: bool) -> Generator[CheckpointStore | No
         yield CheckpointStore(place / "checkpoints", keep=1)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _own_observers(
+    run: Run, stage: Stage, home: RunFolder, results: Results
+) -> list[StageObserver]:
+    with one_process():
+        own = [callback_class(reference)() for reference in run.config.callbacks]
+    if stage is run.main and (run.config.push.folder or run.config.push.hub):
+        own.append(PushObserver(run, stage, home, results))
+    return own
 
 
 def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:

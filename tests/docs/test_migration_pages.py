@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -109,3 +112,73 @@ def test_a_key_that_does_not_exist_is_found() -> None:
     assert problem("algorithm.cfg.loss.epsilon") == "no key algorithm.cfg.loss.epsilon"
     assert problem("engine.options.micro_batch_size") == "no key engine.options.micro_batch_size"
     assert problem("algorithm=grppo") == "algorithm has no option grppo"
+
+
+# --- the other side: every argument of theirs has a row
+
+ARGUMENTS = json.loads((Path(__file__).parent / "arguments.json").read_text())
+"""Trainer, configuration or section -> names of its arguments."""
+
+SAME_AS = {
+    "actor_rollout_ref.ref.": "actor_rollout_ref.actor.",
+    "critic.fsdp.": "actor_rollout_ref.actor.fsdp_config.",
+    "critic.model.": "actor_rollout_ref.model.",
+    "critic.": "actor_rollout_ref.actor.",
+    "reward.reward_model.rollout.": "actor_rollout_ref.rollout.",
+    "reward_model.rollout.": "actor_rollout_ref.rollout.",
+    "reward.reward_model.": "reward_model.",
+    "reward.": "",
+}
+"""Sections of verl whose keys are explained once, as the page's introduction says."""
+
+
+def first_column(page: str) -> set[str]:
+    """What the tables of a page say of the other trainer, also below their section's name."""
+    sections: list[str] = []
+    found: set[str] = set()
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("## "):
+            sections = _SPAN.findall(line)
+        elif line.startswith("| "):
+            for span in _SPAN.findall(re.split(r"(?<!\\)\|", line)[1]):
+                name = span.partition("=")[0]
+                found |= {name, *(f"{section}.{name}" for section in sections)}
+    return found
+
+
+def test_every_argument_of_trl_has_a_row() -> None:
+    named = {word for span in first_column("from_trl.md") for word in re.findall(r"\w+", span)}
+    every = {name for names in ARGUMENTS["trl 1.16.0"].values() for name in names}
+    assert every - named == set()
+    assert len(every) > 200
+
+
+def test_every_key_of_verl_has_a_row() -> None:
+    named = first_column("from_verl.md")
+
+    def has_row(key: str) -> bool:
+        parts = key.split(".")
+        return any(".".join(parts[:end]) in named for end in range(1, len(parts) + 1))
+
+    keys = [f"{at}.{name}" for at, names in ARGUMENTS["verl 0.9.1"].items() for name in names]
+    same = {
+        key: [key, *(b + key[len(a) :] for a, b in SAME_AS.items() if key.startswith(a))]
+        for key in keys
+    }
+    assert [key for key, those in same.items() if not any(map(has_row, those))] == []
+    assert len(keys) > 600
+
+
+def test_the_list_is_that_of_the_installed_trl() -> None:
+    trl: Any = pytest.importorskip("trl", minversion="1.16.0")
+    from transformers import TrainingArguments
+
+    shared = {field.name for field in fields(TrainingArguments)}
+    for name, known in ARGUMENTS["trl 1.16.0"].items():
+        if name.endswith("Trainer"):
+            there = set(inspect.signature(getattr(trl, name).__init__).parameters) - {"self"}
+        elif name == "TrainingArguments":
+            there = shared
+        else:
+            there = {f.name for f in fields(getattr(trl, name)) if f.init} - shared
+        assert there == set(known), name

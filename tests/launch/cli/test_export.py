@@ -348,3 +348,50 @@ def test_a_hub_that_refuses_leaves_the_folder(penstock: Penstock, run: Path, hub
     )
     assert "secret" not in said.out + said.err
     assert Path("model/model.safetensors").is_file()
+
+
+# --- while a run goes on
+
+WATCHED = """
+import penstock
+
+class Watched(penstock.StageObserver):
+    def on_step(self, step):
+        with open("steps.txt", "a") as file:
+            print(step.result.step, step.values["actor.train/lr"], file=file)
+        return "seen enough" if step.result.step == 3 else None
+"""
+
+
+@pytest.mark.slow
+def test_a_run_pushes_its_checkpoints_and_ends_as_a_callback_says(
+    penstock: Penstock, hub: Any
+) -> None:
+    Path("own.py").write_text(WATCHED)
+    words = (*WORDS, "algorithm.num_steps=9", "name=tried", "callbacks=[own:Watched]")
+    said = penstock("run", *words, "push.folder=best", "push.hub=org/name")
+    assert said.code == 0, said.err
+    home = Path(only_run("runs"))
+    assert home.name.endswith("-tried-seed0")
+    summary = json_of(home / "summary.json")
+    assert summary["num_steps"] == len(Path("steps.txt").read_text().splitlines()) == 4
+    assert summary["stopped"] == "stopped after 4 of 9 steps: seen enough"
+    assert sha256(Path("best")) == summary["weights_sha256"]
+    pushed = [content for path, _, content in hub.asked if "/commit/" in path]
+    assert [b"step 2" in pushed[0], b"step 4" in pushed[-1]] == [True, True]
+    assert not list(Path().glob(".best*")), "no draft is left"
+
+
+def test_a_push_that_would_replace_something_else_is_refused(penstock: Penstock) -> None:
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").touch()
+    said = penstock("run", *WORDS, "push.folder=mine")
+    assert (said.code, said.err) == (
+        2,
+        "penstock: 'push.folder': 'mine' is no folder of a model, and a push would replace it\n"
+        "    give one that is not there yet, or remove it\n",
+    )
+    Path("own.py").write_text("Watched = print")
+    said = penstock("run", *WORDS, "callbacks=[own:Watched]")
+    assert said.code == 2
+    assert said.err.startswith("penstock: 'callbacks': 'own:Watched' is no class derived from")

@@ -146,3 +146,23 @@ def test_a_refusal_after_an_earlier_stage_does_not_say_how_to_go_on(
     assert "no.such.name" in said.err
     assert "\n    what was trained before is in runs/" in said.err
     assert "to continue" not in said.err
+
+
+@pytest.mark.nightly
+def test_a_kl_that_is_added_and_a_reference_that_moves(penstock: Penstock, tmp_path: Path) -> None:
+    """GRPO with the KL gives the bits of `reference_grpo`; a reference that moves gives others."""
+    words = (*SMALL[3:], "algorithm.num_steps=3", "algorithm.cfg.sampling.num_samples=16")
+    runs = {
+        "own": ("algorithm=reference_grpo", "algorithm.cfg.kl_coef=0.5"),
+        "added": ("algorithm=grpo", "algorithm.reference.kl_coef=0.5"),
+    }
+    runs["moved"] = (*runs["added"], "algorithm.reference.sync_every=1")
+    found: dict[str, Any] = {}
+    for name, given in runs.items():
+        said = penstock("run", *given, *words, f"runs={tmp_path / name}")
+        assert said.code == 0, said.err
+        (run,) = (tmp_path / name).iterdir()
+        found[name] = json.loads((run / "summary.json").read_text())["roles_sha256"]
+    assert found["added"] == found["own"]
+    assert found["moved"]["actor"] != found["added"]["actor"]
+    assert found["moved"].keys() - found["added"].keys() == {"ref"}

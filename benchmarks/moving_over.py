@@ -70,7 +70,8 @@ COMMANDS = {
     "kto": ("algorithm=kto", "~algorithm.before", "task.path=pairs.jsonl", *PAIRS,
             "algorithm.roles.ref.start=./other", f"algorithm.per_step.pairs={ROWS}"),
     "reward": ("algorithm=reward_modelling", "task.path=pairs.jsonl", *PAIRS,
-               "algorithm.roles.reward.start=./ours", f"algorithm.per_step.pairs={ROWS}"),
+               "algorithm.roles.reward.start=./ours", f"algorithm.per_step.pairs={ROWS}",
+               "algorithm.optimizer.schedule=constant", "algorithm.optimizer.warmup_calls=0"),
 }  # fmt: skip
 
 

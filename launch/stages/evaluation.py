@@ -40,7 +40,7 @@ from ...dataflow.scheduler.schedule import Schedule
 from ...workers.agents.environment import TASK_AGENTS
 from ...workers.data.sample_log import ExampleFileSpec
 from ...workers.data.task import TaskSpec
-from ...workers.rewards.registry import RULES
+from ...workers.rewards.registry import RULES, takes_batches
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.data import env_task
 from ..inputs.record import Stage
@@ -104,6 +104,8 @@ class Evaluator:
             self._thresholds.append(data.task.correct_score if threshold is None else threshold)
             names = {_ACTOR: actor, _VERIFIER: verifier, _AGENT: verifier, _OBSERVER: observer}
             graph = renamed(evaluation_graph(suite.sampling, max_turns=suite.max_turns), names)
+            if takes_batches("rule", {"verifier": getattr(judge, "verifier", None)}, data.spec):
+                graph = in_whole_batches(graph, {verifier})
             if within is not None:
                 placement = follow(graph, within.graph, within.placement)
             else:
@@ -239,6 +241,15 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
     )
     roles = {named(role): contract for role, contract in graph.roles.items()}
     return replace(graph, nodes=nodes, roles=roles)
+
+
+def in_whole_batches(graph: Graph, roles: Collection[str]) -> Graph:
+    """The same graph with one call for all responses that these rewards score in a step."""
+    nodes = (
+        replace(node, scope="batch") if node.role in roles and node.method == "score" else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 def env_actors(stage: Stage) -> dict[str, str]:

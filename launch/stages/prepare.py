@@ -24,8 +24,9 @@ from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
 from ...workers.models.lora import check_lora
 from ...workers.models.spec import Head, HeadName, ModelSpec
+from ...workers.rewards.registry import check_verifiers, takes_batches
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data, load_data, sources_of
+from ..inputs.data import Data, load_data, sources_of, task_spec_of
 from ..inputs.engines import ENV_SPECS, MODEL_TYPE
 from ..inputs.record import Stage
 from ..inputs.run import Run, check_model
@@ -35,7 +36,7 @@ from ..placement.machine import with_cluster
 from ..placement.models import fetch_weights, with_models
 from ..placement.place import check_devices, make_executor, placed, with_placement, written_plan
 from ..run_dir.evaluations import LOSS, logged_name, names_of
-from .evaluation import env_actors, evaluation_graph
+from .evaluation import env_actors, evaluation_graph, in_whole_batches
 from .memory_limit import check_memory
 from .worker_specs import (
     HEADS,
@@ -90,7 +91,7 @@ def build_stages(run: Run, plan: Plan | None = None) -> Run:
     plan = plan or written_plan(run)
     stages: list[Stage] = []
     for stage in run.stages:
-        stages.append(with_roles(stage, run.model, stages))
+        stages.append(_with_whole_batches(with_roles(stage, run.model, stages), run))
     on_one_rank = one_group_plan(device=run.executor.device)
     run = with_placement(replace(run, stages=tuple(stages)), plan or on_one_rank)
     # The main stage, and those from which it starts, directly or through others.
@@ -101,6 +102,19 @@ def build_stages(run: Run, plan: Plan | None = None) -> Run:
     run = replace(run, stages=tuple(s for s in run.stages if s.name in wanted), plan=plan)
     check_streams(run.stages, run.config.schedule)
     return run
+
+
+def _with_whole_batches(stage: Stage, run: Run) -> Stage:
+    """The stage, with one call of the whole batch where a reward function must see all of it."""
+    section = run.config.task
+    has_functions = section.options.keys() & {"reward", "tasks", "task"}
+    task = task_spec_of(section) if has_functions else None
+    roles = {
+        role
+        for role, own in stage.roles.items()
+        if takes_batches(own.worker or "", own.options, task)
+    }
+    return replace(stage, graph=in_whole_batches(stage.graph, roles)) if roles else stage
 
 
 def _of_perceptrons(run: Run) -> Run:
@@ -147,6 +161,9 @@ def _with_data(run: Run, *, converses: bool) -> Run:
     if any(stage.worker(role) == "rule" for stage in run.stages for role in stage.roles):
         RuleRewardSpec(task=data.spec, tokenizer=data.tokenizer_spec)
         _ = data.task.verifier  # asking for it says what is missing
+    for stage in run.stages:
+        for role, section in stage.roles.items():
+            check_verifiers(stage.worker(role), section.options, data.task)
     rows = HeldOutRows.of(run.main.graph, sources[run.main.name])
     run = replace(run, sources=sources, held_out_rows=rows, reports=tuple(reports))
     return replace(run, suites=_suites(run))

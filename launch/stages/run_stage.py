@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...dataflow.errors import ConfigError, StateError, one_process
 from ...dataflow.graph.role import Role
@@ -32,6 +33,7 @@ from ..run_dir.evaluations import Evaluations
 from ..run_dir.files import required_object
 from ..run_dir.progress import RunProgress
 from ..run_dir.run_folder import ElasticGroup, RunFolder, read_wish, wish_version, write_groups
+from ..run_dir.samples import SAMPLES
 from ..run_dir.step_logs import LEDGER, opened_ledger, read_ledger
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers import Trackers
@@ -174,6 +176,10 @@ def _engine(
     deaths: Deaths,
 ) -> Engine:
     watch, log = sample_watch(stage, run.config.samples, run.data, home.path)
+    for role, spec in specs.items() if log else ():
+        if hasattr(spec, "samples_folder"):
+            shown: Any = spec
+            specs[role] = replace(shown, samples_folder=str((home.path / SAMPLES).resolve()))
     return Engine(
         stage.graph,
         stage.placement,

@@ -88,7 +88,7 @@ _OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "longes
 _OF_GROUPS = {"sleeping_beside", "sent_from"}
 _OURS = {*_OF_MODELS, *_OF_GROUPS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
 # The same of what looks at the task; a judge's `model` is the user's to name.
-_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
+_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat", "samples_folder"}
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""

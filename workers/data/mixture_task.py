@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.registry import imported
-from ..isolation.child import as_score
 from ..verifiers.pool import VerifierSpec
 from .task import Task, TaskSpec, WrappedTask, build_task, handed_on
 
@@ -82,31 +80,30 @@ class MixtureTask(WrappedTask):
     def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - a task's may raise
         self,
     ) -> VerifierSpec | None:
-        """One that has those of all tasks; None if none needs a process of its own."""
-        specs = {
-            str(part): [verifier.factory, dict(verifier.arguments)]
-            for part, task in enumerate(self._tasks)
-            if (verifier := task.verifier) is not None
-        }
-        factory = "penstock.workers.data.mixture_task:make_verifier"
-        return VerifierSpec(factory=factory, arguments={"verifiers": specs}) if specs else None
+        """The first that needs a process of its own; None if no task has one."""
+        return next((one for task in self._tasks if (one := task.verifier) is not None), None)
+
+    @override
+    def scorers(self) -> Sequence[Task]:
+        return [scorer for task in self._tasks for scorer in task.scorers()]
+
+    @override
+    def scored_by(self, index: int) -> tuple[Task, int]:
+        task, own = self.at(index)
+        return task.scored_by(own)
+
+    @override
+    def column_names(self) -> Sequence[str]:
+        return [*dict.fromkeys(name for task in self._tasks for name in task.column_names())]
 
     reward_answer = handed_on(Task.reward_answer)
     pair_scores = handed_on(Task.pair_scores)
 
     @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Return which task, and its call; of one that needs no process, the score itself."""
+        """Return which task, and its call."""
         part, own = self._problems[index]
-        task = self._tasks[part]
-        if task.verifier is not None:
-            return (str(part), list(task.verifier_call(own, response)))
-        if self.verifier is None:
-            return (part, *task.verifier_call(own, response))
-        try:
-            return ("score", [as_score(task.score(own, response))])
-        except Exception as error:  # raised again where it is counted
-            return ("error", [repr(error)])
+        return (part, *self._tasks[part].verifier_call(own, response))
 
     @override
     def where(self, index: int) -> str:
@@ -137,18 +134,6 @@ class MixtureTask(WrappedTask):
             else:
                 kept.append(index)
         return kept
-
-
-def make_verifier(verifiers: Mapping[str, Sequence[Any]]) -> Callable[[str, Sequence[Any]], Any]:
-    """A verifier of several tasks, in a process of its own: part -> factory and its arguments."""
-    known = {part: imported(make)(**arguments) for part, (make, arguments) in verifiers.items()}
-
-    def verify(part: str, call: Sequence[Any]) -> Any:
-        if part == "error":
-            raise ValueError(call[0])
-        return call[0] if part == "score" else known[part](*call)
-
-    return verify
 
 
 def _weights(spec: MixtureTaskSpec) -> list[float]:

@@ -14,24 +14,27 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.options import FiniteFloat, option_class
+from ...dataflow.registry import imported
+from ...dataflow.runtime.call_context import current_step
+from ..isolation.child import USER_ERRORS
 from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.pool import VerifierSpec
-from ..verifiers.verifiers import (
-    BUILT_IN,
-    Verifier,
-    check_parameters,
-    load_verifier,
-    make_verifier,
-    reference_of,
+from ..verifiers.reward_function import (
+    ALL,
+    RewardFunction,
+    by_name,
+    make_reward,
+    reward_specs,
 )
+from ..verifiers.verifiers import BUILT_IN, Reference, warm_up
 from .orders import epoch_order
 from .task import (
     BadRow,
@@ -43,6 +46,8 @@ from .task import (
     json_type,
     last_user_text,
     messages_in,
+    response_facts,
+    weighted_parts,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
 
 # Of a text, far above what any model reads; tokenizing a longer one takes minutes.
 _MOST_CHARACTERS = 1 << 20
+_PEEKED = 64  # rows whose columns are those of all
 _WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")  # may be conversations
 # Rewards whose answers may be lists or objects instead of their JSON text.
 _READ_JSON = ("code_tests", "instructions")
@@ -85,12 +91,14 @@ def good_rows(
     fields: Mapping[str, str],
     report: DataReport,
     verifier: str = "",
+    columns: Sequence[str] = (),
 ) -> Dataset:
     """Check rows; bad ones go to `report`, good ones to the result.
 
     Every part that `fields` has a field for must be there on every row: text, and not blank.
     Answers and ids may be numbers, scores and pass rates must be; they become text. Prompts and
     responses may be messages, and tools may be missing. Rows that name no reward have `verifier`.
+    Of further `columns` a row has those that it has, as JSON.
     """
     from datasets import Dataset
 
@@ -100,6 +108,9 @@ def good_rows(
         notes: list[str] = []
         try:
             good = _validated(row, fields, verifier, notes)
+            if columns:
+                own = {name: json.loads(_json(row[name], name)) for name in columns if name in row}
+                good["columns"] = json.dumps(own)
             if (identity := good.get("id")) is not None:
                 if identity in ids:
                     detail = f"'{identity}' first stands at {ids[identity]}"
@@ -113,6 +124,7 @@ def good_rows(
     report.keep(len(kept))
     response = ("response",) if "messages" in fields else ()
     names = {*fields, *response, "prompt", "messages", "tools", "replies", "where"}
+    names |= {"columns"} if columns else set[str]()
     return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
 
 
@@ -379,10 +391,13 @@ class RowTaskSpec:
     known."""
     id_field: str | None = None
     """Field with a name of the row, which must not occur twice; null if rows have none."""
-    reward: str | Verifier = "exact_match"
-    """`exact_match`, `math_verify`, `instructions`, `code_tests`, or your function of (prompt,
-    response, answer) that returns a number: as a callable, `module:function` or
-    `path.py:function`."""
+    reward: Reference | Sequence[Reference] | Mapping[str, Reference] = "exact_match"
+    """`exact_match`, `math_verify`, `instructions`, `code_tests`, or your function, as a callable,
+    `module:function` or `path.py:function`; several, as a list or by names, are parts of a sum."""
+    reward_weights: Mapping[str, FiniteFloat] | None = None
+    """Factors on named parts of the reward; 1 for a part that is left out."""
+    reward_columns: tuple[str, ...] = ()
+    """Fields to keep for rewards besides those that `reward` names; `*` for all."""
     reward_field: str | None = None
     """Field with the built-in reward of the row, instead of one for all; null if there is none."""
     reward_in_process: bool = False
@@ -407,10 +422,18 @@ class RowTask(Task):
         self.task_id = task_id
         self.correct_score = spec.correct_score
         self._name = source.name
-        self._reward, self._reference = _reward(spec)
-        rows, self.report = _read(spec, self._with_checked_columns(source))
+        self.reward_weights = spec.reward_weights or {}
+        source, self._columns = _peeked(source)
+        self._verifiers = _verifiers(spec, self._columns)
+        rows, self.report = self._read(source)
         if held_out is not None:
-            evaluated, other = _read(spec, held_out)
+            held_out, there = _peeked(held_out)
+            if lacks := sorted({*self._kept} - {*there}):
+                raise ConfigError(
+                    f"'{held_out.name}' lacks {', '.join(lacks)}, which the reward reads of "
+                    f"'{source.name}'\n    give held-out rows with the same columns"
+                )
+            evaluated, other = self._read(held_out)
             self.report = self.report.joined(other)
         else:
             evaluated = rows.select(_held_out_rows(spec, source.name, rows))
@@ -426,42 +449,69 @@ class RowTask(Task):
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
 
-    def _with_checked_columns(self, source: RowSource) -> RowSource:
-        """Return the same rows; a reward of the user's must take the columns of the first one."""
-        spec, rows = self.spec, iter(source.rows)
-        first = list(islice(rows, 1))
-        columns = first[0][1] if first else None
-        is_own = spec.reward not in BUILT_IN and spec.reward_field is None
-        if is_own and isinstance(columns, Mapping):
-            name = spec.reward if isinstance(spec.reward, str) else repr(spec.reward)
-            read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
-            check_parameters(name, self._reward, [str(column) for column in columns], read_as)
-        return RowSource(source.name, chain(first, rows))
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """Columns that are kept for rewards."""
+        if {*ALL} <= {*self.spec.reward_columns}:
+            return self._columns
+        own = {name for one in self._verifiers.values() for name in one.columns}
+        return tuple(name for name in self._columns if name in own | {*self.spec.reward_columns})
+
+    def _read(self, source: RowSource) -> tuple[Dataset, DataReport]:
+        spec = self.spec
+        named = {part: getattr(spec, f"{part}_field") for part in PARTS}
+        if spec.messages_field is not None:
+            named["prompt"] = None
+        asks_answer = any("answer" in (one.asks or ()) for one in self._verifiers.values())
+        if not asks_answer and spec.answer_field not in self._columns:
+            named["answer"] = None
+        given = {part: field for part, field in named.items() if field is not None}
+        report = DataReport(source.name)
+        verifier = spec.reward if isinstance(spec.reward, str) else ""
+        rows = good_rows(source.rows, given, report, verifier, self._kept)
+        report.check(spec.max_bad_fraction)
+        return rows, report
 
     @property
     def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - it raises only if asked
         self,
     ) -> VerifierSpec | None:
-        """The verifier for a process of its own; None for exact match and `reward_in_process`."""
+        """The first that needs a process of its own; none does where all are quick and safe."""
+        return next((one for one in self.verifiers().values() if not one.in_process), None)
+
+    @override
+    def verifiers(self) -> Mapping[str, VerifierSpec]:
         spec = self.spec
-        if (spec.reward in BUILT_IN or spec.reward_field) and spec.answer_field is None:
-            which = f"'{spec.reward}'" if spec.reward_field is None else f"of '{spec.reward_field}'"
+        compares = [one for one in by_name(spec.reward).values() if one in BUILT_IN]
+        if (compares or spec.reward_field) and spec.answer_field is None:
+            which = f"'{compares[0]}'" if spec.reward_field is None else f"of '{spec.reward_field}'"
             raise ConfigError(
                 f"reward {which} compares with the answer, but '{self._name}' is read without one\n"
                 "    set answer_field, or another reward; to answer no held-out problems: "
                 "evaluation.num_prompts=0"
             )
-        if spec.reward_field is not None:
-            names = sorted(set(self._rows["reward"]))
-            factory = "penstock.workers.data.row_task:make_row_verifier"
-            spec_of_rows = VerifierSpec(factory=factory, arguments={"rewards": names})
-            return None if names == ["exact_match"] else spec_of_rows
-        if self._reference is None:
-            return None
-        return VerifierSpec(
-            factory="penstock.workers.verifiers.verifiers:make_verifier",
-            arguments={"reward": self._reference},
-        )
+        if spec.reward_field is None:
+            return self._verifiers
+        names = sorted(set(self._rows["reward"]))
+        return {
+            "": VerifierSpec(
+                factory="penstock.workers.data.row_task:make_row_verifier",
+                arguments={"rewards": names},
+                asks=frozenset({"prompt", "response", "answer"}),
+                columns=("reward",),
+                in_process=names == ["exact_match"],
+            )
+        }
+
+    @override
+    def column_names(self) -> Sequence[str]:
+        return self._columns
+
+    @override
+    def columns(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        found: dict[str, Any] = json.loads(row["columns"]) if "columns" in row else {}
+        return {**found, "reward": row["reward"]} if "reward" in row else found
 
     @override
     def prompt_text(self, index: int) -> str:
@@ -509,14 +559,39 @@ class RowTask(Task):
 
     @override
     def score(self, index: int, response: str) -> float | None:
-        prompt, _, answer, *named = self.verifier_call(index, response)
-        reward = BUILT_IN[named[0]] if named else self._reward
-        return reward(prompt, response, answer)
+        parts: dict[str, float | None] = {}
+        for name, (spec, reward) in self._here.items():
+            facts = response_facts(spec, self, index, response)
+            (said,) = reward.answers(current_step(), [facts], caught=USER_ERRORS)
+            if "value" not in said:
+                raise ValueError(said.get("error", "it ran out of time"))
+            found = said["value"]
+            if not name and not isinstance(found, dict):
+                return found
+            own: Mapping[str, Any] = found if isinstance(found, dict) else {"": found}
+            parts |= {".".join(filter(None, (name, part))): own[part] for part in own}
+        return weighted_parts(parts, self.reward_weights)
+
+    @cached_property
+    def _here(self) -> dict[str, tuple[VerifierSpec, RewardFunction]]:
+        made = self.verifiers()
+        if any(
+            (one.asks or set[str]()) & {"tokenizer", "response_token_ids"} for one in made.values()
+        ):
+            raise ConfigError(
+                "a reward that reads tokens scores responses of a policy alone\n    take "
+                "`response` instead of `response_token_ids`, and no `tokenizer`"
+            )
+        return {n: (spec, imported(spec.factory)(**spec.arguments)) for n, spec in made.items()}
 
     @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         row = self._rows[index]
         call = (row["prompt"], response, row.get("answer"))
+        own = {name for one in self._verifiers.values() for name in one.columns}
+        if own and "columns" in row:
+            named = {n: value for n, value in self.columns(index).items() if n in own}
+            call = (*call, named)
         return (*call, row["reward"]) if "reward" in row else call
 
     @override
@@ -529,14 +604,15 @@ class RowTask(Task):
         return self._rows[index]["where"]
 
 
-def make_row_verifier(rewards: Sequence[str]) -> Any:
-    """A verifier that is told which of these built-in ones to use, in a process of its own."""
-    known = {name: make_verifier(name) for name in rewards}
+def make_row_verifier(rewards: Sequence[str], **given: Any) -> RewardFunction:
+    """A reward that is told which of these built-in ones to use, in a process of its own."""
+    for name in rewards:
+        warm_up(name, BUILT_IN[name], None)
 
     def verify(prompt: str, response: str, answer: str | None, reward: str) -> float | None:
-        return known[reward](prompt, response, answer)
+        return BUILT_IN[reward](prompt, response, answer)
 
-    return verify
+    return make_reward(verify, columns=("reward",), **given)
 
 
 def _check_spec(spec: RowTaskSpec, name: str) -> None:
@@ -570,28 +646,23 @@ def _check_spec(spec: RowTaskSpec, name: str) -> None:
         )
 
 
-def _reward(spec: RowTaskSpec) -> tuple[Verifier, str | None]:
-    """Return the verifier, and how another process finds it; None if it runs here."""
-    here = spec.reward_in_process or spec.reward == "exact_match"
-    if not isinstance(spec.reward, str):
-        return spec.reward, None if here else reference_of(spec.reward)
-    reference = spec.reward
-    place, _, name = reference.rpartition(":")
-    if place.endswith(".py"):
-        reference = f"{Path(place).expanduser().resolve()}:{name}"
-    return load_verifier(spec.reward), None if here else reference
+def _peeked(source: RowSource) -> tuple[RowSource, tuple[str, ...]]:
+    """Return the same rows, and the columns of the first of them."""
+    rows = iter(source.rows)
+    first = list(islice(rows, _PEEKED))
+    names = dict.fromkeys(str(n) for _, row in first if isinstance(row, Mapping) for n in row)
+    return RowSource(source.name, chain(first, rows)), tuple(names)
 
 
-def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:
-    named = {part: getattr(spec, f"{part}_field") for part in PARTS}
-    if spec.messages_field is not None:
-        named["prompt"] = None
-    given = {part: field for part, field in named.items() if field is not None}
-    report = DataReport(source.name)
-    verifier = spec.reward if isinstance(spec.reward, str) else ""
-    rows = good_rows(source.rows, given, report, verifier)
-    report.check(spec.max_bad_fraction)
-    return rows, report
+def _verifiers(spec: RowTaskSpec, columns: Sequence[str]) -> dict[str, VerifierSpec]:
+    if spec.reward_field is not None:
+        return {}
+    return reward_specs(
+        spec.reward,
+        columns,
+        read_as={"prompt": spec.prompt_field, "answer": spec.answer_field},
+        in_process=spec.reward_in_process,
+    )
 
 
 def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:

@@ -31,7 +31,7 @@ from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from .chat import ChatOptions, PromptEncoder
-from .sample_files import step_files
+from .sample_files import step_files, take_parts, tokens_key
 from .task import TaskSpec
 
 _LOG = logging.getLogger("penstock.samples")
@@ -100,8 +100,10 @@ class SampleLog(Role):
         try:
             version = step * self._spec.versions_per_step - staleness
             versions = _versions(columns.pop("version", None), columns["mask"], version)
+            parts = take_parts(Path(self._spec.folder), step)
+            own = [parts.get(tokens_key(row), {}) for row in columns["tokens"].tolist()]
             rows = [
-                {"step": step, **versions[row], **kept}
+                {"step": step, **versions[row], **own[row], **kept}
                 for row, kept in enumerate(self._rows(columns))
             ]
             text = "".join(f"{json.dumps(row)}\n" for row in rows)

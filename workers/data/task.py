@@ -143,6 +143,7 @@ class Task:
         correct_score: A response, or a conversation, with at least this score counts as right.
         verifier: How to score in another process under a time limit; None if `score` is quick and
             safe.
+        reward_weights: Factors on named parts of the score; 1 for a part that is left out.
         shares: Of a task of several parts, the share in every step and the training problems of
             each; shares add up to 1.
         chat_template: How conversations are rendered with a tokenizer that has no template.
@@ -167,6 +168,7 @@ class Task:
     report: DataReport
     correct_score: float = 1.0
     verifier: VerifierSpec | None = None
+    reward_weights: Mapping[str, float] = {}  # noqa: RUF012 - it is only read
     shares: Sequence[tuple[float, range]] = ()
     chat_template: str | None = None
     further_characters: str | None = None
@@ -254,6 +256,29 @@ class Task:
         """Return arguments, as JSON, for the verifier that `verifier` makes elsewhere."""
         return (self.prompt_text(index), response)
 
+    def verifiers(self) -> Mapping[str, VerifierSpec]:
+        """Return name -> reward function; empty if `score`, or `verifier`, does it otherwise.
+
+        A name is that of a part of the score, and "" where there is one function alone.
+        """
+        return {}
+
+    def columns(self, index: int) -> Mapping[str, Any]:
+        """Return further values of a problem, as JSON, that a reward function may name."""
+        return {}
+
+    def column_names(self) -> Sequence[str]:
+        """Return the names that `columns` may have."""
+        return [*self.columns(self.train[0])] if self.train else []
+
+    def scorers(self) -> Sequence[Task]:
+        """Return the tasks that score the problems: of a task of several parts, its parts."""
+        return [self]
+
+    def scored_by(self, index: int) -> tuple[Task, int]:
+        """Return which of `scorers` scores a problem, and its index there."""
+        return self, index
+
     def where(self, index: int) -> str:
         """Return where the problem stands, for messages: "train.jsonl:17"."""
         return f"{self.task_id}[{index}]"
@@ -326,7 +351,36 @@ class WrappedTask(Task):
     pass_rate = handed_on(Task.pass_rate)
     score = handed_on(Task.score)
     verifier_call = handed_on(Task.verifier_call)
+    columns = handed_on(Task.columns)
+
+    def column_names(self) -> Sequence[str]:
+        return self._task.column_names()
+
     where = handed_on(Task.where)
+
+
+def response_facts(
+    verifier: VerifierSpec, task: Task, index: int, response: str, token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return what a reward function asks for about a response, by name, as JSON."""
+    known: Mapping[str, Callable[[], Any]] = {
+        "prompt": lambda: task.prompt_text(index),
+        "messages": lambda: task.messages(index),
+        "answer": lambda: task.reward_answer(index),
+        "response": lambda: response,
+        "response_token_ids": lambda: list(token_ids),
+    }
+    facts = {name: get() for name, get in known.items() if name in (verifier.asks or ())}
+    if verifier.columns:
+        columns = task.columns(index)
+        facts["columns"] = {n: columns[n] for n in verifier.columns if n in columns}
+    return facts
+
+
+def weighted_parts(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """Return the weighted sum of the parts that have a number; None if none has."""
+    known = [weights.get(name, 1.0) * value for name, value in parts.items() if value is not None]
+    return sum(known) if known else None
 
 
 class TaskSpec(Protocol):

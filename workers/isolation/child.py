@@ -26,12 +26,13 @@ import inspect
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from importlib import import_module
 from numbers import Real
@@ -51,6 +52,7 @@ _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal
 """Signals that are sent to a process from outside. All others come of what it does itself."""
 _HEAD, _TAIL = 1000, 3000
 """Characters of an error that are told. As JSON a character takes 12 bytes at most."""
+_PART, _MOST_PARTS = re.compile(r"[\w.-]{1,64}"), 64  # names of a reward's parts, and their number
 
 
 def supervised(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,8 +193,13 @@ def _verifier(setup: dict[str, Any]) -> Answers:
         module, _, name = setup["factory"].partition(":")
         made.append(getattr(import_module(module), name)(**setup["arguments"]))
 
-    ready = verdict(make, (), caught=BaseException)
-    return ready, lambda call: verdict(made[0], call["arguments"], caught=BaseException)
+    def answer(call: dict[str, Any]) -> dict[str, Any]:
+        answers = getattr(made[0], "answers", None)  # of several responses, each with its own
+        if answers is None:
+            return verdict(made[0], call["arguments"], caught=BaseException)
+        return {"value": answers(*call["arguments"])}
+
+    return verdict(make, (), caught=BaseException), answer
 
 
 def _functions(setup: dict[str, Any]) -> Answers:
@@ -257,32 +264,67 @@ def cut(text: str, max_bytes: int) -> str:
     return f"{kept}... ({missing} more characters)" if missing else kept
 
 
+def as_reward(value: Any) -> float | None | dict[str, float | None]:
+    """Read what a reward returned: as `as_score`, or a mapping of named parts that are read so."""
+    if not isinstance(value, Mapping):
+        return as_score(value)
+    wrong = [name for name in value if not (isinstance(name, str) and _PART.fullmatch(name))]
+    if wrong or len(value) > _MOST_PARTS:
+        raise ValueError(
+            f"{value!r:.200}, whose parts need names of letters, digits, '_', '-' and '.', "
+            f"and are at most {_MOST_PARTS}"
+        )
+    return {name: as_score(part) for name, part in value.items()} or None
+
+
+def as_rewards(number: int, value: Any) -> list[dict[str, Any]]:
+    """Read what a reward returned for several responses: each as `reading` has it.
+
+    Raises:
+        ValueError: If it is no sequence of so many.
+    """
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
+        raise ValueError(f"{value!r:.200}, not a list with a reward for each response")
+    if len(value) != number:
+        raise ValueError(f"{len(value)} rewards for {number} responses")
+    return [reading(as_reward, one) for one in value]
+
+
+def reading(read: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    """Return `{"value": read(value)}`, or `{"error": text}` if that refuses what user code gave."""
+    try:
+        return {"value": read(value)}
+    except ValueError as error:
+        return {"error": f"the verifier returned {error}\n"}
+
+
 def verdict(
     verify: Callable[..., Any],
     arguments: Any,
     *,
     caught: type[BaseException] | tuple[type[BaseException], ...] = USER_ERRORS,
+    read: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Call user code, which may return or raise anything, for a score as `as_score` has it.
 
-    It comes as `{"value": score}` or, of what is `caught`, as `{"error": text}` of some 4,000
-    characters at most.
+    It comes as `{"value": score}` or, of what is `caught`, as `failure` has it.
     """
     try:
-        score = verify(*arguments)
-        try:
-            return {"value": as_score(score)}
-        except ValueError as error:
-            return {"error": f"the verifier returned {error}\n"}
+        return reading(read or as_score, verify(*arguments))
     except caught as error:
-        try:
-            text = _described(error)
-        except Exception as other:  # user code again: it describes its error
-            text = f"{type(error).__name__}, which cannot be shown: {type(other).__name__}\n"
-        left_out = len(text) - _HEAD - _TAIL
-        if left_out > 0:
-            text = f"{text[:_HEAD]}... {left_out} characters ...{text[-_TAIL:]}"
-        return {"error": text}
+        return failure(error)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return `{"error": text}`, of some 4,000 characters at most."""
+    try:
+        text = _described(error)
+    except Exception as other:  # user code again: it describes its error
+        text = f"{type(error).__name__}, which cannot be shown: {type(other).__name__}\n"
+    left_out = len(text) - _HEAD - _TAIL
+    if left_out > 0:
+        text = f"{text[:_HEAD]}... {left_out} characters ...{text[-_TAIL:]}"
+    return {"error": text}
 
 
 def as_score(value: Any) -> float | None:
@@ -302,7 +344,9 @@ def as_score(value: Any) -> float | None:
     if not isinstance(value, (Real, Decimal)):
         if inspect.iscoroutine(value):
             value.close()  # else Python warns that nothing has awaited it
-            raise ValueError("a coroutine, not a number; a reward must not be `async`")
+            raise ValueError(
+                "a coroutine, not a number; write `async def` where it is to be awaited"
+            )
         raise ValueError(f"{given!r:.200}, not a finite number")
     try:
         score = float(value)

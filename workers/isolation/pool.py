@@ -300,8 +300,17 @@ class ProcessPool:
         """
         self._idle.append(self._new())
 
-    async def call(self, **call: Any) -> CallResult:
-        """Have a process answer a call, which is JSON.
+    def drain(self, limit_s: float) -> None:
+        """Have processes that serve no call end by themselves, as far as they do so in time."""
+        ending = [one for one in self._idle if one.ready]
+        for process in ending:
+            process.end_calls()
+        until_s = time.monotonic() + limit_s
+        while time.monotonic() < until_s and any(one.popen.poll() is None for one in ending):
+            time.sleep(_POLL_S)
+
+    async def call(self, limit_s: float | None = None, **call: Any) -> CallResult:
+        """Have a process answer a call, which is JSON, within `time_limit_s` or another limit.
 
         Raises:
             NotSaid: If it does not.
@@ -309,13 +318,13 @@ class ProcessPool:
         """
         async with self._turns.here():
             try:
-                return await self._call(call)
+                return await self._call(call, limit_s or self.time_limit_s)
             except NotSaid as error:
                 if not (self._repeats and was_killed(error.exit_code)):
                     raise
             self.num_repeated += 1
             _LOG.warning("%s's process was killed; another takes its place", self._runs)
-            return await self._call(call)
+            return await self._call(call, limit_s or self.time_limit_s)
 
     async def close(self) -> None:
         """Kill all processes, and wait for that; may be called again."""
@@ -324,9 +333,9 @@ class ProcessPool:
         for process in tuple(self._all):
             await self._gone(process)
 
-    async def _call(self, call: Mapping[str, Any]) -> CallResult:
+    async def _call(self, call: Mapping[str, Any], limit_s: float) -> CallResult:
         process = await self._take()
-        answer = await self._ask(process, call, self.time_limit_s)
+        answer = await self._ask(process, call, limit_s)
         self._idle.append(process)
         return answer
 
@@ -442,6 +451,9 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(self._lifeline, b"x")
         os.close(self._lifeline)
+
+    def end_calls(self) -> None:
+        self._pipes[0].close()
 
     async def ends(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s

@@ -10,8 +10,9 @@ hold, 1 or 0: a mixture of judges as constrained algorithms ask for.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,13 +25,15 @@ from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, T
 from ...dataflow.errors import ConfigError, PenstockError, WorkerError, nearest
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, option_class
+from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import (
     WorkerContext,
     close_workers,
     drain_metrics,
     is_spec,
 )
-from ..data.task import TaskSpec
+from ..data.sample_files import write_parts
+from ..data.task import Task, TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..isolation.child import USER_ERRORS
 from ..models.spec import ModelSpec
@@ -47,7 +50,7 @@ from ..verifiers.verifiers import blame, import_user_module
 from .registry import PART_KINDS, check_verifiers
 
 _LEARNED = "reward_model"
-_FILLED_IN = ("task", "tokenizer", "task_fingerprint")  # options that the launcher gives
+_FILLED_IN = ("task", "tokenizer", "task_fingerprint", "samples_folder")  # that the launcher gives
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
 
 
@@ -88,6 +91,8 @@ class MixtureSpec:
     """Score of a response that a part cannot score; null leaves it out of training."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from."""
+    samples_folder: str | None = None
+    """Folder of the run's samples, which show the parts of a score; null if none are kept."""
 
     def __post_init__(self) -> None:
         check_unscored(self.unscored)
@@ -117,7 +122,7 @@ class MixtureSpec:
         except BaseException:
             close_workers(made.values())
             raise
-        return RewardMixture(self, made)
+        return RewardMixture(self, made, context.role)
 
     def _made(self, name: str, part: MixturePart, context: WorkerContext) -> Reward:
         options = dict(part.options or {})
@@ -130,8 +135,10 @@ class MixtureSpec:
                 )
             return TorchRewardModelSpec(model=ModelSpec(folder=folder), **options).build(context)
         if ":" not in part.worker:
-            shared = {name: getattr(self, name) for name in _FILLED_IN}
-            return PART_KINDS[part.worker](**options, **shared).build(context)
+            kind = PART_KINDS[part.worker]
+            own = {one.name for one in fields(kind)}
+            shared = {name: getattr(self, name) for name in _FILLED_IN if name in own}
+            return kind(**options, **shared).build(replace(context, role=f"{context.role}/{name}"))
         what = f"part '{name}' of the mixture"
         make = _factory(name, part)
         try:
@@ -150,12 +157,12 @@ class MixtureSpec:
             )
         return built
 
-    def check_verifiers(self) -> None:
+    def check_verifiers(self, task: Task | None = None) -> None:
         """Load the verifiers and factories of its parts; raises as `registry.check_verifiers`."""
         for name, part in self.checked().items():
             if ":" in part.worker:
                 _factory(name, part)
-            check_verifiers(part.worker, part.options or {})
+            check_verifiers(part.worker, part.options or {}, task)
 
 
 def _part(name: str, given: Any) -> MixturePart:
@@ -203,7 +210,7 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
     except TypeError as error:
         raise ConfigError(
             f"{what}: '{part.worker}' takes {inspect.signature(make)}: {error}\n    {_MAKES}; a "
-            "function of (prompt, response, answer) is "
+            "function that scores responses is "
             f"{{worker: rule, options: {{verifier: '{part.worker}'}}}}"
         ) from error
     except ValueError:  # it has no signature
@@ -220,8 +227,11 @@ class RewardMixture(Reward):
     for a constraint `reward/NAME/passed`.
     """
 
-    def __init__(self, spec: MixtureSpec, rewards: Mapping[str, Reward]) -> None:
+    def __init__(
+        self, spec: MixtureSpec, rewards: Mapping[str, Reward], role: str = "reward"
+    ) -> None:
         self.metrics: dict[str, Metric] = {}
+        self._role = role
         self._spec, self._parts, self._rewards = spec, spec.checked(), dict(rewards)
         self._missing = MissingScores(
             "the mixture of rewards",
@@ -254,6 +264,14 @@ class RewardMixture(Reward):
             weights = {n: part.weight for n, part in self._parts.items()}
             total = _finite("the weighted sum", weighted_sum(scores, weights))
             result = constrained_score(total, passed, violation_score=self._spec.violation_score)
+        if self._spec.samples_folder is not None:
+            known = {name: found.tolist() for name, found in scores.items()}
+            parts = [
+                {n: None if math.isnan(its[row]) else its[row] for n, its in known.items()}
+                for row in range(len(tokens))
+            ]
+            folder = self._spec.samples_folder
+            write_parts(folder, current_step(), self._role, tokens.tolist(), parts)
         lacks = result.isnan().tolist()
         which = ", ".join(name for name, score in scores.items() if score.isnan().any())
         failure = ("could not say", f"no score from a part; parts that lack scores are: {which}")

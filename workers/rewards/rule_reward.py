@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import asdict, field, replace
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Le
 from pydantic import SkipValidation
 from torch import Tensor
-from typing_extensions import override
 
 from ...algorithms.roles.language import Reward
 from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
-from ...dataflow.errors import one_process
+from ...dataflow.errors import WorkerError, nearest, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, Int, option_class
+from ...dataflow.registry import imported
+from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import Task, TaskSpec, WrappedTask, checked_problems, same_task
-from ..isolation.child import verdict
+from ..data.sample_files import write_parts
+from ..data.task import (
+    Task,
+    TaskSpec,
+    checked_problems,
+    response_facts,
+    same_task,
+    weighted_parts,
+)
+from ..isolation.child import USER_ERRORS, verdict
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.scores import (
     LARGEST,
@@ -40,32 +49,14 @@ from ..verifiers.pool import (
     MOST_PROCESSES,
     SHORTEST_S,
     Outcome,
+    RowsCall,
     VerifierPool,
     VerifierSpec,
 )
-from ..verifiers.verifiers import load_verifier
+from ..verifiers.reward_function import RewardFunction, by_name, reward_specs
 
-
-class AnsweredTask(WrappedTask):
-    """The problems of another task and a verifier by name."""
-
-    def __init__(self, task: Task, verifier: str, options: Mapping[str, Any]) -> None:
-        super().__init__(task)
-        self.correct_score = 1.0  # what the named verifiers give a right response
-        self._verify = load_verifier(verifier, options)
-        if verifier != "exact_match":  # which is quick and safe
-            self.verifier = VerifierSpec(
-                factory="penstock.workers.verifiers.verifiers:make_verifier",
-                arguments={"reward": verifier, "options": dict(options)},
-            )
-
-    @override
-    def score(self, index: int, response: str) -> float | None:
-        return self._verify(*self.verifier_call(index, response))
-
-    @override
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        return (self.prompt_text(index), response, self._task.reward_answer(index))
+_Row = tuple[int, str, Sequence[int]]  # a problem, a response, and the response's tokens
+_MOST_REPLY = 1 << 24  # bytes, about a batch
 
 
 @option_class
@@ -82,11 +73,14 @@ class RuleRewardSpec:
     """Seconds a verifier in a process of its own may take for one response."""
     num_processes: Annotated[Int, Ge(1), Le(MOST_PROCESSES)] = 2
     """Processes for such verifiers."""
-    verifier: str | None = None
-    """Verifier that compares a response with the problem's answer: `exact_match`, `math_verify`,
-    `instructions`, `code_tests`, or your `module:function`; the task's own by default."""
+    verifier: str | Sequence[str] | Mapping[str, str] | None = None
+    """Function that scores a response: `exact_match`, `math_verify`, `instructions`, `code_tests`,
+    or your `module:function`; several, as a list or by names, are parts of a sum; by default the
+    task's own."""
     verifier_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""
+    weights: Mapping[str, FiniteFloat] | None = None
+    """Factors on named parts of the score; by default `reward_weights` of the task."""
     scale: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 1.0
     """Factor on the score; metrics of correctness are without it."""
     unscored: float | None = None
@@ -94,20 +88,45 @@ class RuleRewardSpec:
     leaves it out, and ends a run in which nearly all are missing, nan leaves out any number."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
+    samples_folder: str | None = None
+    """Folder of the run's samples, which show the parts of a score; null if none are kept."""
 
     def __post_init__(self) -> None:
         check_unscored(self.unscored)
 
-    def check_verifiers(self) -> None:
-        """Load the verifier that it names; raises as `load_verifier`."""
+    def check_verifiers(self, task: Task | None = None) -> None:
+        """Load the verifier that it names, and see that the task has what it reads.
+
+        Raises:
+            ConfigError: As `reward_specs`.
+        """
         if self.verifier is not None:
-            load_verifier(self.verifier, self.verifier_options)
+            self._functions(task)
+
+    def _functions(self, task: Task | None) -> dict[str, VerifierSpec]:
+        assert self.verifier is not None, "asked before"
+        columns = None if task is None else task.column_names()
+        return reward_specs(self.verifier, columns, options=self.verifier_options)
 
     def build(self, context: WorkerContext) -> RuleReward:
-        task = same_task(self.task, self.task_fingerprint, context.role)
+        spec = self.task
         if self.verifier is not None:
-            task = AnsweredTask(task, self.verifier, self.verifier_options)
-        return RuleReward(self, task, self.tokenizer.build())
+            asked = {name for one in self._functions(None).values() for name in one.columns}
+            spec = keeping(spec, sorted(asked))
+        task = same_task(spec, self.task_fingerprint, context.role)
+        functions = None if self.verifier is None else self._functions(task)
+        return RuleReward(self, task, self.tokenizer.build(), functions, context.role)
+
+
+def keeping(spec: TaskSpec, columns: Sequence[str]) -> TaskSpec:
+    """Return a task that keeps further columns for rewards, where it has rows."""
+    with_specs = getattr(spec, "with_specs", None)
+    if with_specs is not None:
+        return with_specs(lambda at, part: keeping(part, columns))
+    own: Any = spec
+    if not columns or not hasattr(spec, "reward_columns"):
+        return spec
+    return replace(own, reward_columns=(*own.reward_columns, *columns))
 
 
 @option_class
@@ -142,41 +161,100 @@ class CodeRewardSpec(RuleRewardSpec):
 class RuleReward(Reward):
     """Scores responses with a task's verifier.
 
-    Metrics are those of `score_metrics`, and shares of all rows: `reward/positive` (above 0),
+    Metrics are those of `score_metrics`, shares of all rows: `reward/positive` (above 0),
     `reward/correct` (at least the task's `correct_score`), `reward/unscored` (without a score), and
-    of these `reward/errors` and `reward/timeouts`. Totals are the counts.
+    of these `reward/errors` and `reward/timeouts`, and of each named part `reward/NAME/mean`.
     """
 
-    def __init__(self, spec: RuleRewardSpec, task: Task, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        spec: RuleRewardSpec,
+        task: Task,
+        tokenizer: Tokenizer,
+        functions: Mapping[str, VerifierSpec] | None = None,  # in place of the task's own
+        role: str = "reward",
+    ) -> None:
         self.metrics: dict[str, Metric] = {}
+        self._role, self._part_names, self._num_scored = role, set[str](), 0
         self._spec, self._task, self._tokenizer = spec, task, tokenizer
-        called = f" '{spec.verifier}'" if spec.verifier is not None else ""
+        self._functions = functions
+        self._correct_score = task.correct_score if functions is None else 1.0
+        named = {} if spec.verifier is None else by_name(spec.verifier)
+        called = " and ".join(f" '{one}'" for one in named.values())
         self._missing = MissingScores(
             f"the verifier{called} of task '{task.task_id}'",
             spec.unscored,
             f"see what it raises, returns or waits for (time_limit_s={spec.time_limit_s:g})",
         )
-        self._pool: VerifierPool | None = None
-        if task.verifier is not None:
-            self._pool = VerifierPool(
-                task.verifier, num_processes=spec.num_processes, time_limit_s=spec.time_limit_s
-            )
+        scorers = [task] if functions is not None else task.scorers()
+        self._keys = {id(scorer): number for number, scorer in enumerate(scorers)}
+        self._takes_batches = False
+        self._here: dict[str, RewardFunction] = {}
+        pooled: dict[str, VerifierSpec] = {}
+        for scorer in scorers:
+            for name, one in self._functions_of(scorer).items():
+                self._takes_batches |= one.together == "batch"
+                if one.in_process:
+                    made = imported(one.factory)(**self._given(one))
+                    self._here[self._key(scorer, name)] = made
+                else:
+                    pooled[self._key(scorer, name)] = one
+        self._pool = self._started(pooled) if pooled else None
+
+    def _key(self, task: Task, name: str) -> str:
+        return f"{self._keys[id(task)]}/{name}"
+
+    def _functions_of(self, task: Task) -> Mapping[str, VerifierSpec]:
+        """Return name -> what scores a task's responses; empty if the task does so itself."""
+        if self._functions is not None:
+            return self._functions
+        return task.verifiers() or ({"": task.verifier} if task.verifier is not None else {})
+
+    def _given(self, one: VerifierSpec) -> dict[str, Any]:
+        """Return the arguments with which a function is made, wherever it is."""
+        if one.asks is None:
+            return dict(one.arguments)
+        given = {**one.arguments, "time_limit_s": self._spec.time_limit_s}
+        if "tokenizer" in one.asks:
+            own = asdict(self._spec.tokenizer)
+            plain = ("kind", "alphabet", "folder", "chat_template")
+            given["tokenizer"] = {name: own[name] for name in plain}
+        return given
+
+    def _started(self, pooled: Mapping[str, VerifierSpec]) -> VerifierPool:
+        made = {key: [one.factory, self._given(one)] for key, one in pooled.items()}
+        return VerifierPool(
+            VerifierSpec(
+                factory="penstock.workers.verifiers.reward_function:make_rewards",
+                arguments={"functions": made},
+            ),
+            num_processes=self._spec.num_processes,
+            time_limit_s=self._spec.time_limit_s,
+            most_bytes=_MOST_REPLY,
+            closes=any(one.closes for one in pooled.values()),
+        )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
         """Score each row's response: its masked tokens up to the first end of sequence."""
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
-        pairs = list(zip(problems, responses, strict=True))
+        ids = [row[own].tolist() for row, own in zip(tokens.cpu(), mask.cpu(), strict=True)]
+        rows = list(zip(problems, responses, ids, strict=True))
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(pairs):
+        while len(outcomes) < len(rows):
             # A verifier that never works is found out before a large batch has waited for it.
-            until = None if self._missing.works else len(outcomes) + WINDOW
-            found = self._outcomes(pairs[len(outcomes) : until])
+            whole = self._missing.works or self._takes_batches
+            until = None if whole else len(outcomes) + WINDOW
+            found = self._outcomes(rows[len(outcomes) : until])
             self._missing.check([_failure(outcome) for outcome in found])
             outcomes += found
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
         scores = filled_in(scores, self._spec.unscored)
         self._count(outcomes, scores, prompt_id)
+        self._check_weights(outcomes)
+        folder, parts = self._spec.samples_folder, [outcome.parts for outcome in outcomes]
+        if folder is not None and any(parts):
+            write_parts(folder, current_step(), self._role, tokens.tolist(), parts)
         return scores.to(tokens.device)
 
     @property
@@ -185,22 +263,63 @@ class RuleReward(Reward):
         return self._missing.first
 
     def close(self) -> None:
+        for one in self._here.values():
+            one.close()
         if self._pool is not None:
             self._pool.close()
 
-    def _outcomes(self, pairs: Sequence[tuple[int, str]]) -> list[Outcome]:
-        if self._pool is None:
-            found = [self._here(index, response) for index, response in pairs]
-        else:
-            call_of = one_process()(self._task.verifier_call)
-            found = self._pool.run([call_of(i, text) for i, text in pairs])
-        return [self._fitting(outcome) for outcome in found]
+    def _outcomes(self, rows: Sequence[_Row]) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        of_task: dict[int, tuple[Task, list[int], list[_Row]]] = {}
+        for place, (problem, *said) in enumerate(rows):
+            # A function that was named for all tasks may be given a batch of all of them.
+            task, own = self._task, problem
+            if self._functions is None:
+                task, own = task.scored_by(problem)
+            _, places, its = of_task.setdefault(id(task), (task, [], []))
+            places.append(place)
+            its.append((own, *said))
+        for task, places, its in of_task.values():
+            found |= dict(zip(places, self._scored(task, its), strict=True))
+        return [self._fitting(found[place]) for place in range(len(rows))]
 
-    def _here(self, index: int, response: str) -> Outcome:
-        # A verifier's failure is data: counted, kept and shown, never fatal.
+    def _scored(self, task: Task, rows: Sequence[_Row]) -> list[Outcome]:
+        functions = self._functions_of(task)
+        if not functions:
+            # A verifier's failure is data: counted, kept and shown, never fatal.
+            with one_process():
+                return [Outcome.of(verdict(task.score, row[:2])) for row in rows]
+        each = {
+            name: self._said(self._key(task, name), one, task, rows)
+            for name, one in functions.items()
+        }
+        weights = task.reward_weights if self._spec.weights is None else self._spec.weights
+        return [
+            _joined({n: of[row] for n, of in each.items()}, weights) for row in range(len(rows))
+        ]
+
+    def _said(self, key: str, one: VerifierSpec, task: Task, rows: Sequence[_Row]) -> list[Outcome]:
+        """Return what one function says of each response."""
+        if one.asks is None:
+            assert self._pool is not None, "what a task calls is pooled"
+            call_of = one_process()(task.verifier_call)
+            calls = [RowsCall([key, *call_of(i, text)]) for i, text, _ in rows]
+            return [found for (found,) in self._pool.run_rows(calls)]
         with one_process():
-            found = verdict(self._task.score, (index, response))
-            return Outcome(found.get("value"), found.get("error"))
+            facts = [response_facts(one, task, *row) for row in rows]
+            if (here := self._here.get(key)) is not None:
+                said = here.answers(current_step(), facts, caught=USER_ERRORS)
+                return list(map(Outcome.of, said))
+        assert self._pool is not None, "it is not here"
+        size = 1
+        if one.together:
+            shares = self._spec.num_processes if one.together == "async" else 1
+            size = -(-len(facts) // shares)
+        calls = [
+            RowsCall([key, current_step(), part], len(part), self._spec.time_limit_s * len(part))
+            for part in (facts[at : at + size] for at in range(0, len(facts), size))
+        ]
+        return [found for part in self._pool.run_rows(calls) for found in part]
 
     def _fitting(self, outcome: Outcome) -> Outcome:
         if outcome.score is None or abs(self._spec.scale * outcome.score) <= LARGEST:
@@ -214,14 +333,31 @@ class RuleReward(Reward):
     def _value(self, outcome: Outcome) -> float:
         if outcome.score is None:
             return math.nan
-        full = outcome.score >= self._task.correct_score
+        full = outcome.score >= self._correct_score
         return self._spec.scale * outcome.score if full or self._spec.partial_credit else 0.0
+
+    def _check_weights(self, outcomes: Sequence[Outcome]) -> None:
+        """Refuse weights of parts that no response has, once there are enough of them."""
+        if self._num_scored >= WINDOW:
+            return
+        self._num_scored += sum(o.score is not None for o in outcomes)
+        self._part_names |= {name for outcome in outcomes for name in outcome.parts}
+        tasks = [self._task, *self._task.scorers()]
+        given = (task.reward_weights for task in tasks) if self._spec.weights is None else ()
+        weights = dict.fromkeys(name for one in (*given, self._spec.weights or {}) for name in one)
+        unknown = [name for name in weights if name not in self._part_names]
+        if unknown and self._num_scored >= WINDOW:
+            raise WorkerError(
+                f"weights of the reward name '{unknown[0]}', and none of {self._num_scored} "
+                f"responses has such a part{nearest(unknown[0], self._part_names)}\n    parts are: "
+                f"{', '.join(sorted(self._part_names)) or 'none, as it returns numbers'}"
+            )
 
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor, prompt_id: Tensor) -> None:
         known = [outcome.score for outcome in outcomes if outcome.score is not None]
         sums = {
             "positive": sum(self._value(o) > 0 for o in outcomes),
-            "correct": sum(score >= self._task.correct_score for score in known),
+            "correct": sum(score >= self._correct_score for score in known),
             "unscored": len(outcomes) - len(known),
             "errors": sum(o.error is not None for o in outcomes),
             "timeouts": sum(o.timed_out for o in outcomes),
@@ -229,7 +365,24 @@ class RuleReward(Reward):
         rows = float(len(outcomes))
         add_metrics(self.metrics, score_metrics(scores, prompt_id))
         means = {f"reward/{name}": Metric.mean(float(sums[name]), rows) for name in sums}
+        for name in dict.fromkeys(name for outcome in outcomes for name in outcome.parts):
+            parts = [value for o in outcomes if (value := o.parts.get(name)) is not None]
+            means[f"reward/{name}/mean"] = Metric.mean(sum(parts), float(len(parts)))
         add_metrics(self.metrics, means)
+
+
+def _joined(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
+    """Return one outcome of what the functions of a reward say of a response."""
+    failed = next((o for o in outcomes.values() if o.timed_out or o.error is not None), None)
+    if failed is not None:
+        return failed
+    parts: dict[str, float | None] = {}
+    for name, one in outcomes.items():
+        if not name and not one.parts:
+            return one
+        own = one.parts or {"": one.score}
+        parts |= {".".join(filter(None, (name, part))): own[part] for part in own}
+    return Outcome(weighted_parts(parts, weights), parts=parts)
 
 
 def _failure(outcome: Outcome) -> tuple[str, str] | None:

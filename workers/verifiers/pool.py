@@ -7,8 +7,8 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError, WorkerError
 from ..isolation.pool import STOP_S, NotSaid, NotStarted, ProcessPool, completed
@@ -17,7 +17,7 @@ SHORTEST_S, LONGEST_S = 0.001, 86_400.0
 """Seconds that a call may be given: less says nothing, and more is no limit."""
 MOST_PROCESSES = 256  # processes of one pool
 
-_MOST_REPLY = 1 << 16  # bytes
+_CLOSE_S = 3.0  # seconds that processes may take to end by themselves
 _NOT_A_REPLY = (
     "the verifier's process said something that is no reply to its call, such as a second one, so "
     "it is not believed\n    a reward must neither answer from a copy of its process nor write to "
@@ -30,14 +30,21 @@ class VerifierSpec:
     """Recipe for a task's verifier in another process; everything in it is JSON.
 
     Example:
-        `VerifierSpec(factory="penstock.workers.verifiers.verifiers:make_verifier",
-        arguments={"reward": "math_verify"})`
+        `VerifierSpec(factory="penstock.workers.verifiers.reward_function:make_reward",
+        arguments={"reward": "math_verify"}, asks=frozenset({"prompt", "response", "answer"}))`
     """
 
     factory: str
     """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
     `Task.verifier_call(index, response)`'s items that returns what `as_score` takes."""
     arguments: Mapping[str, Any]  # keyword arguments of the factory
+    asks: frozenset[str] | None = None
+    """Names of what its `answers` reads of each response; None for a function that is called."""
+    columns: tuple[str, ...] = ()  # of the row, which it must know as well
+    together: Literal["", "async", "batch"] = ""
+    """Whether it takes several responses at once, and then whether it must be all of them."""
+    in_process: bool = False  # whether it is quick and safe
+    closes: bool = False  # whether it does something at its end
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,24 @@ class Outcome:
     score: float | None = None  # None if the verifier cannot say, has failed or has run out of time
     error: str | None = None  # what failed, and where
     timed_out: bool = False
+    parts: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> Outcome:
+        """Read `{"value": ...}`, `{"error": ...}` or `{"late": True}`."""
+        value = said.get("value")
+        parts = value if isinstance(value, dict) else dict[str, Any]()
+        score = None if parts else value
+        return Outcome(score, said.get("error"), timed_out="late" in said, parts=parts)
+
+
+@dataclass(frozen=True)
+class RowsCall:
+    """One call of a process, about some responses."""
+
+    arguments: Sequence[Any]  # as JSON
+    num_rows: int = 1
+    limit_s: float | None = None  # seconds that it may take; None for `time_limit_s`
 
 
 class VerifierPool:
@@ -59,6 +84,8 @@ class VerifierPool:
         num_processes: int = 2,
         time_limit_s: float = 5.0,  # Of one call
         start_limit_s: float = 120.0,  # Of a process, to start and make the verifier
+        most_bytes: int = 1 << 16,  # Of a reply
+        closes: bool = False,  # Whether its processes are given time to end by themselves
     ) -> None:
         fits = SHORTEST_S <= time_limit_s <= LONGEST_S and 1 <= num_processes <= MOST_PROCESSES
         if not fits:
@@ -69,15 +96,15 @@ class VerifierPool:
             )
         self._num_processes = num_processes
         self._time_limit_s, self._start_limit_s = time_limit_s, start_limit_s
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._closes = threading.Lock(), False, closes
         self._pool = ProcessPool(
             {"factory": spec.factory, "arguments": dict(spec.arguments)},
             runs="a verifier",
             num_processes=num_processes,
             time_limit_s=time_limit_s,
             start_limit_s=start_limit_s,
-            most_bytes=_MOST_REPLY,
-            accepts=lambda value: value is None or (type(value) is float and math.isfinite(value)),
+            most_bytes=most_bytes,
+            accepts=_fits,
         )
         try:
             for _ in range(num_processes):
@@ -90,9 +117,13 @@ class VerifierPool:
         return self._pool.process_ids
 
     def run(self, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        """Run every call, given its arguments as JSON, and return its outcome, in order.
+        """Run every call, given its arguments as JSON, and return its outcome, in order."""
+        return [found for (found,) in self.run_rows([RowsCall(call) for call in calls])]
 
-        Each process may take the time limit, and 5 s to be replaced, per call that is its share,
+    def run_rows(self, calls: Sequence[RowsCall]) -> list[list[Outcome]]:
+        """Run every call, and return an outcome for each of its responses, in order.
+
+        Each process may take a call's limit, and 5 s to be replaced, per call that is its share,
         and the limit for starting once; calls that have no outcome then have run out of time.
         """
         with self._lock:
@@ -103,16 +134,19 @@ class VerifierPool:
     def close(self) -> None:
         """Stop all processes; may be called again."""
         with self._lock:
+            if self._closes and not self._closed:
+                self._pool.drain(_CLOSE_S)
             self._closed = True
             self._pool.stop()
 
-    def batch_limit_s(self, num_calls: int) -> float:
+    def batch_limit_s(self, num_calls: int, limit_s: float | None = None) -> float:
         """Seconds that all calls of one `run` may take."""
         rounds = -(-num_calls // self._num_processes)
-        return self._start_limit_s + rounds * (self._time_limit_s + STOP_S)
+        return self._start_limit_s + rounds * ((limit_s or self._time_limit_s) + STOP_S)
 
-    async def _outcomes(self, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        outcomes = [Outcome(timed_out=True)] * len(calls)
+    async def _outcomes(self, calls: Sequence[RowsCall]) -> list[list[Outcome]]:
+        outcomes = [[Outcome(timed_out=True)] * call.num_rows for call in calls]
+        longest_s = max(call.limit_s or self._time_limit_s for call in calls)
         rows = iter(range(len(calls)))
 
         async def work() -> None:
@@ -124,8 +158,9 @@ class VerifierPool:
         try:
             while True:
                 # A call that is made again takes the time of one more.
-                again_s = (self._pool.num_repeated - before) * self.batch_limit_s(1)
-                left_s = begun_s + self.batch_limit_s(len(calls)) + again_s - time.monotonic()
+                again_s = (self._pool.num_repeated - before) * self.batch_limit_s(1, longest_s)
+                limit_s = self.batch_limit_s(len(calls), longest_s) + again_s
+                left_s = begun_s + limit_s - time.monotonic()
                 ended, going = await asyncio.wait(
                     working, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_EXCEPTION
                 )
@@ -140,16 +175,19 @@ class VerifierPool:
             task.result()
         return outcomes
 
-    async def _outcome(self, arguments: Sequence[Any]) -> Outcome:
+    async def _outcome(self, call: RowsCall) -> list[Outcome]:
         try:
-            answer = await self._pool.call(arguments=list(arguments))
+            answer = await self._pool.call(call.limit_s, arguments=list(call.arguments))
         except NotStarted as error:
             raise self._not_started(error) from error
         except NotSaid as error:
-            return Outcome(
-                error=None if error.timed_out else _fault(error), timed_out=error.timed_out
-            )
-        return Outcome(answer.value, answer.error)
+            fault = None if error.timed_out else _fault(error)
+            return [Outcome(error=fault, timed_out=error.timed_out)] * call.num_rows
+        if not isinstance(answer.value, list):
+            return [Outcome(answer.value, answer.error)] * call.num_rows
+        if len(answer.value) != call.num_rows:
+            return [Outcome(error=_NOT_A_REPLY)] * call.num_rows
+        return [Outcome.of(said) for said in answer.value]
 
     def _not_started(self, error: NotStarted) -> WorkerError:
         match error.why:
@@ -168,6 +206,27 @@ class VerifierPool:
             case said:
                 text = _fault(said, " before it was ready")
         return WorkerError(text.rstrip())
+
+
+def _fits(value: Any) -> bool:
+    """Return whether a reply is a score, or what is said of each of several responses."""
+    return all(map(_is_said, value)) if isinstance(value, list) else _is_score(value)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or (type(value) is float and math.isfinite(value))
+
+
+def _is_said(one: Any) -> bool:
+    match one:
+        case {"value": dict() as parts}:
+            return len(one) == 1 and all(map(_is_score, parts.values()))  # pyright: ignore[reportUnknownArgumentType]
+        case {"value": value}:
+            return len(one) == 1 and _is_score(value)
+        case {"error": str()} | {"late": True}:
+            return len(one) == 1
+        case _:
+            return False
 
 
 def _fault(error: NotSaid, when: str = "") -> str:

@@ -1,9 +1,9 @@
 """Verifiers by name: exact match, math-verify, instructions, code tests, the user's own functions.
 
-A verifier is a function of (prompt, response, answer) that returns a finite number, or None where
-it cannot say (see `as_score`). It is named by a string, so that another process can load it: a
-built-in name, `module:function`, or `path.py:function`. Loading one imports the user's own module;
-nothing is ever unpickled.
+A verifier is a function of what its parameters name (see `reward_function`) that returns a finite
+number, or None where it cannot say (see `as_score`). It is named by a string, so that another
+process can load it: a built-in name, `module:function`, or `path.py:function`. Loading one imports
+the user's own module; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,15 @@ from ...dataflow.errors import ConfigError, nearest, raised_at
 from ...dataflow.registry import Registry, imported
 from ..isolation.child import USER_ERRORS
 
-Verifier = Callable[[str, str, str | None], float | None]
-"""Function of (prompt, response, answer) that returns a score; None where there is none."""
+Verifier = Callable[..., Any]
+"""Function of what its parameters name that returns a score; None where there is none."""
+Reference = str | Verifier
 
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}")
-_SIGNATURE = "a reward is a function of (prompt, response, answer) that returns a number"
+_SIGNATURE = (
+    "a reward is a function whose parameters name what it reads, such as prompt, response, answer "
+    "or a column of the data, and that returns a number"
+)
 
 
 def exact_match(prompt: str, response: str, answer: str | None) -> float:
@@ -78,21 +82,20 @@ BUILT_IN = Registry[Verifier](
 """Verifiers by name. They need an answer."""
 
 
-def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """`load_verifier` for a process of its own, ready for the first call.
+def warm_up(reward: str, verifier: Any, options: Mapping[str, Any] | None) -> None:
+    """Make a built-in verifier ready for its first call, in a process of its own.
 
     math-verify imports sympy and builds its grammars when first used, which takes seconds; that
     must not count against a call's time limit.
     """
-    verifier = _with_options(reward, options)
     if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
     if reward == _CODE_TESTS:
         imported(f"{_HERE}.code_tests:check_place")(options or {})
-    return verifier
 
 
-def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
+def load_verifier(reference: Reference, options: Mapping[str, Any] | None = None) -> Any:
+    """Load a reward by its name, bind its options, and check that it can be called."""
     verifier = _with_options(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
     if reference == _CODE_TESTS and options is not None:
@@ -100,12 +103,14 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
     return verifier
 
 
-def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier:
-    found = _load(reference)
+def _with_options(reference: Reference, options: Mapping[str, Any] | None) -> Any:
+    found = _load(reference) if isinstance(reference, str) else reference
+    if not isinstance(reference, str):
+        _check_callable(getattr(reference, "__name__", repr(reference)), found)
     if not options:
         return found
     try:
-        inspect.signature(found).bind("", "", "", **options)
+        inspect.signature(found).bind_partial(**options)
     except TypeError as error:
         raise ConfigError(
             f"reward '{reference}' takes {inspect.signature(found)}: {error}\n"
@@ -115,7 +120,7 @@ def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier
     return partial(found, **options)
 
 
-def _check_values(reference: str, function: Any, options: Mapping[str, Any]) -> None:
+def _check_values(reference: Reference, function: Any, options: Mapping[str, Any]) -> None:
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:
@@ -154,8 +159,16 @@ def _load(reference: str) -> Verifier:
             f"reward '{reference}': {place} has no '{name}'{nearest(name, vars(module))}\n"
             f"    {_SIGNATURE}"
         )
-    _check_signature(reference, function)
+    _check_callable(reference, function)
     return function
+
+
+def place_of(reference: Reference) -> str:
+    """A string by which a process that runs elsewhere can load a reward."""
+    if not isinstance(reference, str):
+        return reference_of(reference)
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
 
 
 def reference_of(function: Verifier) -> str:
@@ -168,83 +181,30 @@ def reference_of(function: Verifier) -> str:
             "    define it at the top of a module, or set reward_in_process=true to run it in the "
             "worker itself, without a time limit"
         )
-    _check_signature(name, function)
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" and file is not None:
         return f"{Path(file).resolve()}:{name}"
     return f"{module.__name__}:{name}"
 
 
-def _check_signature(reference: str, function: Any) -> None:
-    if not callable(function):
+def called(function: Any) -> Any:
+    """Return what runs when a reward is called: of an object, or a class, its `__call__` if any."""
+    plain = getattr(function, "func", function)  # of options that were bound
+    if inspect.isroutine(plain):
+        return plain
+    kind = plain if isinstance(plain, type) else type(plain)
+    return next((vars(one)["__call__"] for one in kind.__mro__ if "__call__" in vars(one)), None)
+
+
+def _check_callable(reference: str, function: Any) -> None:
+    runs = called(function)
+    if runs is None:
+        what = "class without `__call__`" if isinstance(function, type) else type(function).__name__
+        raise ConfigError(f"reward '{reference}' is a {what}, not a function\n    {_SIGNATURE}")
+    if inspect.isasyncgenfunction(runs) or inspect.isgeneratorfunction(runs):
         raise ConfigError(
-            f"reward '{reference}' is a {type(function).__name__}, not a function\n    {_SIGNATURE}"
-        )
-    called = function if inspect.isroutine(function) else type(function).__call__
-    kinds = {
-        inspect.iscoroutinefunction: "coroutine",
-        inspect.isasyncgenfunction: "coroutine",
-        inspect.isgeneratorfunction: "generator",
-    }
-    for check, kind in kinds.items():
-        if check(function) or check(called):
-            raise ConfigError(
-                f"reward '{reference}' is a {kind} function, whose call returns no number\n"
-                f"    {_SIGNATURE}: write `def` and `return`, without `async` or `yield`"
-            )
-    try:
-        inspect.signature(function).bind("", "", "")
-    except TypeError as error:
-        raise ConfigError(
-            f"reward '{reference}' takes {inspect.signature(function)}: {error}\n    {_SIGNATURE}"
-        ) from error
-    except ValueError:  # a builtin without a signature
-        return
-
-
-_LIKE = {
-    "prompt": ("question", "problem", "instruction", "query", "input", "task"),
-    "response": ("completion", "output", "generat", "text", "reply", "prediction"),
-    "answer": ("gold", "target", "reference", "solution", "expected", "label", "truth", "correct"),
-}
-"""Argument of a reward, in order -> words in other names that rewards give it."""
-
-
-def check_parameters(
-    reference: str, function: Any, columns: Iterable[str], read_as: Mapping[str, str | None]
-) -> None:
-    """Refuse a reward whose parameters say that it expects other arguments than it is given.
-
-    It is called with (prompt, response, answer) in this order; columns of the data are not passed.
-    """
-    try:
-        parameters = [*inspect.signature(function).parameters.values()]
-    except ValueError:  # a builtin without a signature
-        return
-    passed = tuple(_LIKE)
-    known = set(columns)
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [one for one in parameters if one.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)]
-    for place, (name, kind) in enumerate((one.name, one.kind) for one in named):
-        own = passed[place] if place < len(passed) and kind in positional else None
-        if own is not None and name in (own, read_as.get(own)):
-            continue
-        if name in passed:
-            what = f"has '{name}' where {own or 'nothing'} is passed"
-        elif name in known:
-            what = f"has a parameter '{name}', a column of the data, and columns are not passed"
-        elif (
-            own is not None
-            and not name.startswith("_")
-            and not any(word in name or word.startswith(name) for word in (own, *_LIKE[own]))
-        ):
-            what = f"has a parameter '{name}' where the {own} is passed"
-        else:
-            continue
-        raise ConfigError(
-            f"reward '{reference}' takes {inspect.signature(function)}: it {what}\n"
-            f"    {_SIGNATURE}; put what else it needs into the answer, such as JSON text in "
-            "`answer_field`, or name the parameter otherwise"
+            f"reward '{reference}' is a generator function, whose call returns no number\n"
+            f"    {_SIGNATURE}: write `return` without `yield`"
         )
 
 

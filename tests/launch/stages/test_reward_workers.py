@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,28 @@ def test_a_judge_s_model_is_the_user_s_to_name() -> None:
     )
     assert isinstance(made, JudgeSpec)
     assert (made.model, made.concurrency) == ("big", 4)
+
+
+@pytest.mark.parametrize("kind", ["trl", "rule", "mixture"])
+def test_a_function_of_a_whole_batch_is_one_call(tmp_path: Path, kind: str) -> None:
+    mine = f"{tmp_path}/mine.py"
+    (tmp_path / "mine.py").write_text(
+        "def one(response):\n    return 1.0\n\ndef all(completions, **columns):\n    return []\n"
+    )
+    part = f"{{worker: trl, options: {{verifier: '{mine}:all'}}}}"
+    words = {
+        "rule": ["task=file", "task.path=x.jsonl", f"task.reward=['{mine}:one','{mine}:all']"],
+        "trl": [f"{ROLE}.options.verifier='{mine}:all'"],
+        "mixture": [f"{ROLE}.options.parts={{all: {part}}}"],
+    }
+    for is_whole in (True, False):
+        given = [word if is_whole else word.replace(":all", ":one") for word in words[kind]]
+        given = [word.replace(f",'{mine}:one'", "") for word in given]
+        small = SMALL if kind != "rule" else SMALL[2:]
+        composed = compose("run", [*small, *given, f"{ROLE}.worker={kind}"])
+        composed.pop("resume")
+        stage = build_stages(resolved(composed)).stages[-1]
+        assert (stage.graph["reward.score"].scope == "batch") == is_whole
 
 
 def test_a_mixture_has_parts() -> None:

@@ -15,8 +15,8 @@ from penstock.workers.data import row_sources
 from penstock.workers.data.orders import contaminated
 from penstock.workers.data.row_sources import FileTaskSpec, HfTaskSpec, file_rows
 from penstock.workers.data.row_task import good_rows
-from penstock.workers.data.task import DataReport, Task, fingerprint
-from penstock.workers.verifiers.pool import VerifierPool, VerifierSpec
+from penstock.workers.data.task import DataReport, Task, fingerprint, response_facts
+from penstock.workers.verifiers.pool import RowsCall, VerifierPool, VerifierSpec
 
 GOOD = b'{"id": "%d", "prompt": "%d+1=", "answer": %d}\n'
 
@@ -207,14 +207,16 @@ def test_rewards_are_named_for_another_process(tmp_path: Path) -> None:
     mine = f"{tmp_path}/./mine.py:third"
     task = FileTaskSpec(path=path, reward=mine).build()
     assert task.score(0, "x") == 1 / 3
+    read_as = {"prompt": "prompt", "answer": "answer"}
     assert task.verifier == VerifierSpec(
-        factory="penstock.workers.verifiers.verifiers:make_verifier",
-        arguments={"reward": f"{tmp_path.resolve()}/mine.py:third"},
+        factory="penstock.workers.verifiers.reward_function:make_reward",
+        arguments={"reward": f"{tmp_path.resolve()}/mine.py:third", "read_as": read_as},
+        asks=frozenset({"prompt", "response", "answer"}),
     )
     assert FileTaskSpec(path=path, reward=mine, reward_in_process=True).build().verifier is None
     task = FileTaskSpec(path=path, reward="math_verify").build()
     assert task.verifier is not None
-    assert task.verifier.arguments == {"reward": "math_verify"}
+    assert task.verifier.arguments == {"reward": "math_verify", "read_as": read_as}
 
     def quarter(prompt: str, response: str, answer: str | None) -> float:
         return 0.25
@@ -395,10 +397,16 @@ def test_rows_name_their_rewards(tmp_path: Path) -> None:
     assert [task.score(index, "1/2") for index in task.train] == [1.0, 1.0]
     assert [task.score(index, "0.5") for index in task.train] == [1.0, 0.0]
     assert task.verifier is not None
-    pool = VerifierPool(task.verifier, num_processes=1, time_limit_s=30.0)
+    made = {"": [task.verifier.factory, dict(task.verifier.arguments)]}
+    spec = VerifierSpec(
+        factory="penstock.workers.verifiers.reward_function:make_rewards",
+        arguments={"functions": made},
+    )
+    pool = VerifierPool(spec, num_processes=1, time_limit_s=30.0)
     try:
-        calls = [task.verifier_call(index, "0.5") for index in task.train]
-        assert [outcome.score for outcome in pool.run(calls)] == [1.0, 0.0]
+        facts = [response_facts(task.verifier, task, index, "0.5") for index in task.train]
+        (found,) = pool.run_rows([RowsCall(["", 0, facts], 2)])
+        assert [outcome.score for outcome in found] == [1.0, 0.0]
     finally:
         pool.close()
     plain = FileTaskSpec(path=str(write(tmp_path, "a.jsonl", rows[1:])), reward_field="kind")

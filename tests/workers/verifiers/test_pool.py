@@ -243,7 +243,7 @@ def test_what_a_killed_process_had_another_does(
 def test_a_call_that_is_made_again_takes_no_time_of_the_others(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def limit_s(_: VerifierPool, number: int) -> float:
+    def limit_s(_: VerifierPool, number: int, longest_s: float) -> float:
         return 60.0 if number == 1 else 3.0
 
     monkeypatch.setattr(VerifierPool, "batch_limit_s", limit_s)

@@ -274,7 +274,7 @@ def test_a_batch_has_a_limit_too(make_pool: MakePool, monkeypatch: pytest.Monkey
     pool = make_pool(time_limit_s=0.5, start_limit_s=60.0, num_processes=2)
     pool.run([("return", 1)] * 2)
     assert pool.batch_limit_s(5) == 60.0 + 3 * 5.5
-    monkeypatch.setattr(VerifierPool, "batch_limit_s", lambda self, number: 0.7)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(VerifierPool, "batch_limit_s", lambda *_: 0.7)  # pyright: ignore[reportUnknownLambdaType]
     began = time.monotonic()
     outcomes = pool.run([("return", 1), *[("sleep", 60)] * 20])
     assert time.monotonic() - began < 3

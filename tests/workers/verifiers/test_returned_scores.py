@@ -81,48 +81,10 @@ def test_a_refused_score_is_named(name: str) -> None:
         assert as_score(value) == expected
 
 
-@pytest.mark.parametrize("kind", ["async def", "async generator", "generator"])
+@pytest.mark.parametrize("head", ["def", "async def"])
 def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
-    tmp_path: Path, kind: str
+    tmp_path: Path, head: str
 ) -> None:
-    body = "return 1.0" if kind == "async def" else "yield 1.0"
-    head = "def" if kind == "generator" else "async def"
-    (tmp_path / "mine.py").write_text(f"{head} reward(prompt, response, answer):\n    {body}\n")
-    with pytest.raises(ConfigError, match="is a coroutine function|is a generator function"):
+    (tmp_path / "mine.py").write_text(f"{head} reward(prompt, response, answer):\n    yield 1.0\n")
+    with pytest.raises(ConfigError, match="is a generator function"):
         load_verifier(f"{tmp_path}/mine.py:reward")
-
-
-@pytest.mark.parametrize(
-    ("signature", "says"),
-    [
-        ("prompt, response, answer, difficulty=None", "a parameter 'difficulty', a column"),
-        ("prompt, response, town", "a parameter 'town', a column of the data"),
-        ("response, price, town", "has 'response' where prompt is passed"),
-        ("prompt, answer, response", "has 'answer' where response is passed"),
-        ("prompt, response, answer, *, prompt_id=0", None),
-        ("prompt, response, rent", "a parameter 'rent' where the answer is passed"),
-        ("prompt, response, strict=True", "a parameter 'strict' where the answer is passed"),
-        ("rooms, response, answer", "a parameter 'rooms' where the prompt is passed"),
-        ("question, completion, gold", None),
-        ("p, r, ground_truth", None),
-        ("_, response, _unused, *, strict=True", None),
-        ("prompt, response, solution", None),
-        ("prompt, response, answer, **others", None),
-    ],
-)
-def test_parameters_that_name_columns_are_refused(
-    tmp_path: Path, signature: str, says: str | None
-) -> None:
-    (tmp_path / "mine.py").write_text(f"def reward({signature}):\n    return 1.0\n")
-    row = {"prompt": "p", "solution": "a", "difficulty": 2, "town": "x", "price": 1}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    spec = FileTaskSpec(
-        path=str(tmp_path / "rows.jsonl"),
-        reward=f"{tmp_path}/mine.py:reward",
-        answer_field="solution",
-    )
-    if says is None:
-        spec.build()
-        return
-    with pytest.raises(ConfigError, match=says):
-        spec.build()

@@ -11,10 +11,10 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.isolation.child import verdict
 from penstock.workers.isolation.sandbox import announce_sandbox, best_kind
+from penstock.workers.verifiers.reward_function import make_reward
 from penstock.workers.verifiers.verifiers import (
     exact_match,
     load_verifier,
-    make_verifier,
     math_verify,
     reference_of,
 )
@@ -113,12 +113,12 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    give the path of a Python file, from the folder the run is started in"
     )
     (tmp_path / "a.py").write_text("def score(response):\n    return 1\n\nlimit = 3\n")
-    signature = "    a reward is a function of (prompt, response, answer) that returns a number"
+    signature = (
+        "    a reward is a function whose parameters name what it reads, such as prompt, response, "
+        "answer or a column of the data, and that returns a number"
+    )
     assert _message("a.py:scor") == (
         f"reward 'a.py:scor': a.py has no 'scor'; did you mean 'score'?\n{signature}"
-    )
-    assert _message("a.py:score") == (
-        f"reward 'a.py:score' takes (response): too many positional arguments\n{signature}"
     )
     assert _message("a.py:limit") == f"reward 'a.py:limit' is a int, not a function\n{signature}"
     fix = "    fix the module; it is imported before the run starts"
@@ -206,6 +206,6 @@ def test_a_sandbox_is_checked_and_announced_where_programs_will_run(
     for _ in range(2):
         load_verifier("code_tests", {"minimum": "limits"})
     assert capsys.readouterr().err == f"penstock: sandbox: {best_kind().name}\n"
-    for load in (load_verifier, make_verifier):
+    for load in (load_verifier, make_reward):
         with pytest.raises(ConfigError, match="minimum=none is no kind of sandbox"):
             load("code_tests", {"minimum": "none"})

@@ -370,7 +370,9 @@ def response_facts(
         "response": lambda: response,
         "response_token_ids": lambda: list(token_ids),
     }
-    facts = {name: get() for name, get in known.items() if name in (verifier.asks or ())}
+    facts: dict[str, Any] = {
+        name: get() for name, get in known.items() if name in (verifier.asks or ())
+    }
     if verifier.columns:
         columns = task.columns(index)
         facts["columns"] = {n: columns[n] for n in verifier.columns if n in columns}

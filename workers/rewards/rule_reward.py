@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -120,13 +121,16 @@ class RuleRewardSpec:
 
 def keeping(spec: TaskSpec, columns: Sequence[str]) -> TaskSpec:
     """Return a task that keeps further columns for rewards, where it has rows."""
-    with_specs = getattr(spec, "with_specs", None)
-    if with_specs is not None:
-        return with_specs(lambda at, part: keeping(part, columns))
     own: Any = spec
+    if hasattr(spec, "with_specs"):
+        return own.with_specs(partial(_part_keeping, columns))
     if not columns or not hasattr(spec, "reward_columns"):
         return spec
     return replace(own, reward_columns=(*own.reward_columns, *columns))
+
+
+def _part_keeping(columns: Sequence[str], at: str, part: TaskSpec) -> TaskSpec:
+    return keeping(part, columns)
 
 
 @option_class
@@ -271,14 +275,14 @@ class RuleReward(Reward):
     def _outcomes(self, rows: Sequence[_Row]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         of_task: dict[int, tuple[Task, list[int], list[_Row]]] = {}
-        for place, (problem, *said) in enumerate(rows):
+        for place, (problem, said, ids) in enumerate(rows):
             # A function that was named for all tasks may be given a batch of all of them.
             task, own = self._task, problem
             if self._functions is None:
                 task, own = task.scored_by(problem)
             _, places, its = of_task.setdefault(id(task), (task, [], []))
             places.append(place)
-            its.append((own, *said))
+            its.append((own, said, ids))
         for task, places, its in of_task.values():
             found |= dict(zip(places, self._scored(task, its), strict=True))
         return [self._fitting(found[place]) for place in range(len(rows))]

@@ -59,10 +59,10 @@ class Outcome:
     @staticmethod
     def of(said: Mapping[str, Any]) -> Outcome:
         """Read `{"value": ...}`, `{"error": ...}` or `{"late": True}`."""
-        value = said.get("value")
-        parts = value if isinstance(value, dict) else dict[str, Any]()
-        score = None if parts else value
-        return Outcome(score, said.get("error"), timed_out="late" in said, parts=parts)
+        value: Any = said.get("value")
+        if isinstance(value, dict):
+            return Outcome(parts=value)  # pyright: ignore[reportUnknownArgumentType]
+        return Outcome(value, said.get("error"), timed_out="late" in said)
 
 
 @dataclass(frozen=True)

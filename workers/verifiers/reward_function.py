@@ -252,8 +252,9 @@ class RewardFunction:
 
             async def one(args: list[Any], named: dict[str, Any], limit_s: float) -> Any:
                 async with turns:
+                    limit = asyncio.timeout(limit_s)
                     try:
-                        async with asyncio.timeout(limit_s) as limit:
+                        async with limit:
                             value = await self._function(*args, **named)
                         return reading(read, value)
                     except caught as error:

@@ -125,8 +125,8 @@ def test_a_mixture_has_parts() -> None:
         (
             [f"{ROLE}.worker=process_reward"],
             f"'{ROLE}.worker': role 'reward' is a Reward, which 'process_reward' is not\n"
-            "    use reward_model or rule or exact or math or instructions or code or judge or "
-            "mixture or module:factory",
+            "    use reward_model or rule or exact or math or instructions or code or trl or judge "
+            "or mixture or module:factory",
         ),
     ],
 )  # fmt: skip

@@ -341,7 +341,9 @@ def test_evaluation_and_imitation_ask_the_same_function(tmp_path: Path) -> None:
         ("prompt, reply, answer", "none of it is the response"),  # a column has this name
     ],
 )
-def test_a_signature_is_refused_before_a_run(tmp_path: Path, signature: str, said: str) -> None:
+def test_a_signature_is_refused_before_a_run(
+    tmp_path: Path, signature: str, said: str | None
+) -> None:
     (tmp_path / "mine.py").write_text(f"def reward({signature}):\n    return 1.0\n")
     row = {"prompt": "p", "solution": "a", "town": "x", "price": 1, "reply": "r"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -23,7 +23,8 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Make
 
     def make(factory: str = "make", **options: Any) -> VerifierPool:
         spec = VerifierSpec(factory=f"odd_reward:{factory}", arguments={})
-        made.append(VerifierPool(spec, **{"num_processes": 1, **options}))
+        settings: dict[str, Any] = {"num_processes": 1, **options}
+        made.append(VerifierPool(spec, **settings))
         return made[-1]
 
     yield make

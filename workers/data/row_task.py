@@ -26,7 +26,7 @@ from ...dataflow.registry import imported
 from ...dataflow.runtime.call_context import current_step
 from ..isolation.child import USER_ERRORS
 from ..verifiers.instructions.instructions import bound_options, instructions_of
-from ..verifiers.pool import VerifierSpec
+from ..verifiers.pool import Outcome, VerifierSpec, joined
 from ..verifiers.reward_function import (
     ALL,
     RewardFunction,
@@ -47,7 +47,6 @@ from .task import (
     last_user_text,
     messages_in,
     response_facts,
-    weighted_parts,
 )
 
 if TYPE_CHECKING:
@@ -328,8 +327,8 @@ def _notes(
     asked = [turn for turn in _turns(written) if turn["role"] in ("user", "assistant")]
     if not last and len(asked) > 1:
         notes.append(
-            "a prompt has several turns, of which rewards and judges read the last text of the "
-            "user alone"
+            "a prompt has several turns, of which judges, and rewards that do not name `messages`, "
+            "read the last text of the user alone"
         )
     turns = _turns({part: written[part] for part in last})
     if any(is_imitated(t) and not (t["content"].strip() or t.get("tool_calls")) for t in turns):
@@ -559,18 +558,15 @@ class RowTask(Task):
 
     @override
     def score(self, index: int, response: str) -> float | None:
-        parts: dict[str, float | None] = {}
+        said: dict[str, Outcome] = {}
         for name, (spec, reward) in self._here.items():
             facts = response_facts(spec, self, index, response)
-            (said,) = reward.answers(current_step(), [facts], caught=USER_ERRORS)
-            if "value" not in said:
-                raise ValueError(said.get("error", "it ran out of time"))
-            found = said["value"]
-            if not name and not isinstance(found, dict):
-                return found
-            own: Mapping[str, Any] = found if isinstance(found, dict) else {"": found}
-            parts |= {".".join(filter(None, (name, part))): own[part] for part in own}
-        return weighted_parts(parts, self.reward_weights)
+            (one,) = reward.answers(current_step(), [facts], caught=USER_ERRORS)
+            said[name] = Outcome.of(one)
+        found = joined(said, self.reward_weights)
+        if found.error is not None or found.timed_out:
+            raise ValueError(found.error or "it ran out of time")
+        return found.score
 
     @cached_property
     def _here(self) -> dict[str, tuple[VerifierSpec, RewardFunction]]:

@@ -168,7 +168,7 @@ class Task:
     report: DataReport
     correct_score: float = 1.0
     verifier: VerifierSpec | None = None
-    reward_weights: Mapping[str, float] = {}  # noqa: RUF012 - it is only read
+    reward_weights: Mapping[str, float] = {}
     shares: Sequence[tuple[float, range]] = ()
     chat_template: str | None = None
     further_characters: str | None = None
@@ -377,12 +377,6 @@ def response_facts(
         columns = task.columns(index)
         facts["columns"] = {n: columns[n] for n in verifier.columns if n in columns}
     return facts
-
-
-def weighted_parts(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum of the parts that have a number; None if none has."""
-    known = [weights.get(name, 1.0) * value for name, value in parts.items() if value is not None]
-    return sum(known) if known else None
 
 
 class TaskSpec(Protocol):

@@ -33,7 +33,6 @@ from ..data.task import (
     checked_problems,
     response_facts,
     same_task,
-    weighted_parts,
 )
 from ..isolation.child import USER_ERRORS, verdict
 from ..models.tokenizer import Tokenizer, TokenizerSpec
@@ -53,6 +52,7 @@ from ..verifiers.pool import (
     RowsCall,
     VerifierPool,
     VerifierSpec,
+    joined,
 )
 from ..verifiers.reward_function import RewardFunction, by_name, reward_specs
 
@@ -298,9 +298,7 @@ class RuleReward(Reward):
             for name, one in functions.items()
         }
         weights = task.reward_weights if self._spec.weights is None else self._spec.weights
-        return [
-            _joined({n: of[row] for n, of in each.items()}, weights) for row in range(len(rows))
-        ]
+        return [joined({n: of[row] for n, of in each.items()}, weights) for row in range(len(rows))]
 
     def _said(self, key: str, one: VerifierSpec, task: Task, rows: Sequence[_Row]) -> list[Outcome]:
         """Return what one function says of each response."""
@@ -373,20 +371,6 @@ class RuleReward(Reward):
             parts = [value for o in outcomes if (value := o.parts.get(name)) is not None]
             means[f"reward/{name}/mean"] = Metric.mean(sum(parts), float(len(parts)))
         add_metrics(self.metrics, means)
-
-
-def _joined(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
-    """Return one outcome of what the functions of a reward say of a response."""
-    failed = next((o for o in outcomes.values() if o.timed_out or o.error is not None), None)
-    if failed is not None:
-        return failed
-    parts: dict[str, float | None] = {}
-    for name, one in outcomes.items():
-        if not name and not one.parts:
-            return one
-        own = one.parts or {"": one.score}
-        parts |= {".".join(filter(None, (name, part))): own[part] for part in own}
-    return Outcome(weighted_parts(parts, weights), parts=parts)
 
 
 def _failure(outcome: Outcome) -> tuple[str, str] | None:

@@ -65,6 +65,23 @@ class Outcome:
         return Outcome(value, said.get("error"), timed_out="late" in said)
 
 
+def joined(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> Outcome:
+    """Return one outcome of what several functions say of a response, "" being one alone.
+
+    The score is the weighted sum of the parts that have a number; None if none has.
+    """
+    failed = next((o for o in outcomes.values() if o.timed_out or o.error is not None), None)
+    alone = outcomes.get("")
+    if failed is not None or (alone is not None and not alone.parts):
+        return failed or outcomes[""]
+    parts: dict[str, float | None] = {}
+    for name, one in outcomes.items():
+        own = one.parts or {"": one.score}
+        parts |= {".".join(filter(None, (name, part))): own[part] for part in own}
+    known = [weights.get(name, 1.0) * value for name, value in parts.items() if value is not None]
+    return Outcome(sum(known) if known else None, parts=parts)
+
+
 @dataclass(frozen=True)
 class RowsCall:
     """One call of a process, about some responses."""

@@ -277,11 +277,7 @@ class RewardFunction:
                 value = shared[source]
             elif self._plan.is_batch:
                 value = [_value(source, row) for row in given]
-            elif (
-                source[0] == ":"
-                and source[1:] not in given["columns"]
-                and name in self._plan.defaults
-            ):
+            elif _lacks(given, source) and name in self._plan.defaults:
                 continue
             else:
                 value = _value(source, given)
@@ -301,6 +297,10 @@ class RewardFunction:
             return await one
 
         return self._thread.submit(self._runner.run, wait(value)).result()
+
+
+def _lacks(row: Mapping[str, Any], source: str) -> bool:
+    return source[0] == ":" and source[1:] not in row["columns"]
 
 
 def _value(source: str, row: Mapping[str, Any]) -> Any:
@@ -355,15 +355,15 @@ def make_reward(
     function = load_verifier(reward, options)
     plan = bind(name, function, columns, read_as or {})
     backend = None
-    if tokenizer is not None and "tokenizer" in plan.asks:
-        backend = imported("penstock.workers.models.tokenizer:TokenizerSpec")(**tokenizer).build()
-        backend = backend.backend
+    backend = None
+    if tokenizer is not None:
+        spec = imported("penstock.workers.models.tokenizer:TokenizerSpec")(**tokenizer)
+        backend = spec.build().backend
     if isinstance(reward, str):
         warm_up(reward, function, options)
     return RewardFunction(name, function, plan, backend, time_limit_s)
 
 
-_PLACE = "penstock.workers.verifiers.reward_function"
 Rewards = Reference | Sequence[Reference] | Mapping[str, Reference]
 """One reward, several, or several by names of one's own."""
 
@@ -390,8 +390,7 @@ def is_batch(rewards: Any) -> bool:
     """Return whether one of some rewards, or what was given for them, takes a whole batch."""
     if not isinstance(rewards, str | Sequence | Mapping) and not callable(rewards):
         return False  # which is refused later
-    own = [one for one in by_name(rewards).values() if one not in BUILT_IN]
-    return any(bind(name_of(one), load_verifier(one), None).is_batch for one in own)
+    return any(one.together == "batch" for one in reward_specs(rewards, in_process=True).values())
 
 
 def name_of(reward: Reference) -> str:
@@ -425,7 +424,7 @@ def reward_specs(
             "read_as": dict(read_as or {}),
         }
         found[name] = VerifierSpec(
-            factory=f"{_PLACE}:make_reward",
+            factory=f"{__name__}:make_reward",
             arguments={key: value for key, value in arguments.items() if value},
             asks=plan.asks,
             columns=plan.columns,

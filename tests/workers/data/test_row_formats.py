@@ -276,8 +276,8 @@ def test_that_rewards_read_the_last_turn_alone_is_noted(tmp_path: Path) -> None:
     asked = [_user("What is 2+3?"), _said("In words?"), _user("Ten.")]
     rows = [{"prompt": asked, "answer": "five"}, {"prompt": [_user("a")], "answer": "b"}]
     assert dict(FORMATS["jsonl"](tmp_path, rows).report.notes) == {
-        "a prompt has several turns, of which rewards and judges read the last text of the user "
-        "alone": 1
+        "a prompt has several turns, of which judges, and rewards that do not name `messages`, "
+        "read the last text of the user alone": 1
     }
     task = FORMATS["jsonl"](tmp_path, rows, response_field="answer")
     assert not task.report.notes

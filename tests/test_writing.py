@@ -20,7 +20,7 @@ MOST_LINES = {
     "planner": 10_100,
     "workers": 42_500,
     "configs": 1_300,
-    "launch": 19_300,
+    "launch": 19_400,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

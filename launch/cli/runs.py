@@ -41,6 +41,7 @@ from ..run_dir.run_folder import (
 from ..run_dir.samples import ORDERS, SORTS, read_samples, sample_key, sample_steps, shown
 from ..run_dir.step_logs import stage_events
 from ..run_dir.stop import say, visible
+from ..run_dir.topics import titles
 from ..runs.archive import export_run, import_curves, import_run
 from ..runs.comparison import compared, comparison_markdown, draw, joined
 from ..runs.values import (
@@ -502,11 +503,12 @@ def plot_runs(arguments: Sequence[str]) -> int:
     over = chosen("over", words.option("over", "steps"), OVER)
     curves = _curves(words, words.option("metric").split(","), over)
     rows = [["metric", "set", "runs", over, "first", "last", ""]]
+    named = titles(curves)
     for metric, sets in curves.items():
         for label, runs in sets.items():
             xs, means, _, _ = joined(runs)
             ends = [value_text(float(y)) for y in (xs[-1], means[0], means[-1])]
-            rows.append([metric, label, str(len(runs)), *ends, sparkline(means.tolist())])
+            rows.append([named[metric], label, str(len(runs)), *ends, sparkline(means.tolist())])
     print_table(rows)
     if "file" in words.options:
         draw(Path(words.option("file")), curves, over)
@@ -517,21 +519,24 @@ def plot_runs(arguments: Sequence[str]) -> int:
 def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[str, list[Series]]]:
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     curves: dict[str, dict[str, list[Series]]] = {metric: {} for metric in metrics}
-    for label, runs in sets.items():
-        for record in (run.record for run in runs):
-            stage = words.option("stage")
-            folder = record.folder.stage(stage).path if stage else record.folder.path
-            if not folder.is_dir():
-                raise ConfigError(f"'stage': run '{record.folder.id}' has no stage '{stage}'")
-            try:
-                history = History(folder)
-            except ConfigError as error:
-                if len(runs) == 1:
-                    raise
-                say(f"run '{record.folder.id}' is left out: {error}")
-                continue
-            for metric in metrics:
-                curves[metric].setdefault(label, []).append(history.series(metric, over))
+    missing: dict[str, ConfigError] = {}
+    for label, record in ((label, run.record) for label, runs in sets.items() for run in runs):
+        stage = words.option("stage")
+        folder = record.folder.stage(stage).path if stage else record.folder.path
+        if not folder.is_dir():
+            raise ConfigError(f"'stage': run '{record.folder.id}' has no stage '{stage}'")
+        try:
+            history = History(folder)
+            found = [history.series(metric, over) for metric in metrics]
+        except ConfigError as error:
+            missing[record.folder.id] = error
+            continue
+        for metric, series in zip(metrics, found, strict=True):
+            curves[metric].setdefault(label, []).append(series)
+    for run, error in missing.items():
+        if not any(curves.values()):
+            raise error
+        say(f"run '{run}' is left out: {error}")
     return curves
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import writing
 from ..run_dir.files import differences
+from ..run_dir.topics import titles, with_unit
 from .values import Figures, Series, value_text
 
 FEW = 5  # fewer runs have a bootstrap's interval that is narrower than it says
@@ -120,7 +121,8 @@ class Comparison:
             each = " ".join(value_text(value) for value in found.values())
             rows.append([label, str(len(found)), str(self.means[label]), each])
         rows.append([f"{second}: higher by", "", str(self.difference), ""])
-        rows.append([f"{second}: probability of a higher run", "", str(self.improvement), ""])
+        if min(map(len, self.values.values())) > 1:
+            rows.append([f"{second}: probability of a higher run", "", str(self.improvement), ""])
         return rows
 
     def remarks(self) -> list[str]:
@@ -218,6 +220,7 @@ def joined(runs: Sequence[Series]) -> Curve:
 
 def draw(path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: str) -> None:
     """Draw a chart for each metric, with a curve and its band for each set of runs."""
+    named = titles(sets)
     with charts(path, len(sets)) as places:
         for place, (metric, curves) in zip(places, sets.items(), strict=True):
             for label, runs in curves.items():
@@ -228,7 +231,10 @@ def draw(path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: s
                     band = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0}
                     place.fill_between(xs, lows, highs, **band)
             label_axes(place, over, metric)
-            place.legend(frameon=False, fontsize="small")
+            place.set_title(_plain(with_unit(named[metric])), fontsize="medium")
+            several = any(len(runs) > 1 for runs in curves.values())
+            said = "interquartile mean, 95 % interval" if several else None
+            place.legend(frameon=False, fontsize="small", title=said, title_fontsize="small")
 
 
 @contextmanager

@@ -104,21 +104,60 @@ def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
 def sets_by(
     words: Sequence[str], where: Mapping[str, str], by: str, home: Path
 ) -> dict[str, list[Figures]]:
-    """Runs in sets, each with its label, the oldest run first."""
+    """Runs in sets, each with its label, the oldest run first; see `seed_groups` without words."""
     named = {word: named_runs(word, home) for word in words} or {"": _whole(list_runs(home))}
     sets: dict[str, list[Figures]] = {}
-    if by:
+    if not by and not words:
+        labels = seed_groups(named[""])
+        for one in selected(named[""], where):
+            sets.setdefault(labels[one.record.folder.path], []).append(one)
+    elif by:
         once = {r.folder.path.resolve(): r for records in named.values() for r in records}
         for one in selected([*once.values()], where, known=(by,)):
             sets.setdefault(f"{by}={value_text(one.values.get(by))}", []).append(one)
     else:
-        sets = {word or "all runs": selected(found, where) for word, found in named.items()}
+        sets = {word: selected(found, where) for word, found in named.items()}
     sets = {label: found for label, found in sets.items() if found}
     if not sets:
         raise ConfigError(
             f"there is no such run in '{home}'\n    penstock runs list says which there are"
         )
     return sets
+
+
+_MOST_KEYS = 3  # that a label names
+
+
+def seed_groups(records: Sequence[RunRecord]) -> dict[Path, str]:
+    """Return what the group of each run is called, by the run's folder.
+
+    Runs of a group have the same name, code, own files and configuration, but for their seeds. It
+    has their name, and where other groups have it too, the values of the keys that differ.
+    """
+
+    def is_compared(key: str) -> bool:
+        return not key.endswith("seed") and key not in ("runs", "progress")
+
+    named: dict[str, dict[str, tuple[dict[str, Any], list[RunRecord]]]] = {}
+    for record in records:
+        config = {k: v for k, v in flat(record.config or {}).items() if is_compared(k)}
+        same = json.dumps([str(record.code), dict(record.origins.files), config])
+        alike = str(record.folder.path) if record.config is None else same
+        named.setdefault(record.name, {}).setdefault(alike, (config, []))[1].append(record)
+    labels: dict[Path, str] = {}
+    for name, groups in named.items():
+        configs = [config for config, _ in groups.values()]
+        every = dict.fromkeys(key for config in configs for key in config)
+        keys = [k for k in every if any(one.get(k) != configs[0].get(k) for one in configs)]
+        said = [
+            " ".join((name, *(f"{k.rpartition('.')[2]}={value_text(one.get(k))}" for k in keys)))
+            for one in configs
+        ]
+        for label, (_, runs) in zip(said, groups.values(), strict=True):
+            if len(keys) > _MOST_KEYS or said.count(label) > 1:
+                label = runs[0].folder.id
+            labels |= {run.folder.path: label for run in runs}
+    return labels
 
 
 def _is(value: Any, text: str) -> bool:

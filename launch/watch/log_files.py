@@ -227,20 +227,6 @@ def metric_names(home: Path) -> list[str]:
         return sorted({name for point in points if point for name in point.values})
 
 
-def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
-    """The last complete step of a stage and its numbers; None before the first."""
-    with opened(home / METRICS) as file:
-        parsed = [_parsed(line) for line in islice(file.lines_back(), 2)]
-    points = [point for point in parsed if point is not None]
-    if not points:
-        return None
-    # What the last evaluation found has a line of its own behind that of the last step.
-    taken = [one for one in points if any(not name.startswith(EVALUATION) for name in one.values)]
-    point = (taken or points)[0]
-    numbers = {name: _number(value) for name, value in point.values.items()}
-    return point.step, {name: value for name, value in numbers.items() if value is not None}
-
-
 def _evaluated(
     file: RegularFile, home: Path, low: int, high: int, most: int = _MOST_EVALUATIONS
 ) -> dict[int, LogLine]:

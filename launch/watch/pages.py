@@ -23,14 +23,14 @@ from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from ...dataflow.errors import ConfigError
-from ..run_dir.evaluations import Evaluations
 from ..run_dir.files import plain, read_object
 from ..run_dir.loopback_server import Answer
 from ..run_dir.run_folder import WHY, RunFolder, RunRecord, record_of
 from ..run_dir.samples import SORTS, Order, Sample, Sort, read_samples, sample_key, sample_steps
 from ..run_dir.step_logs import stage_events
-from ..runs.values import about_values
-from .log_files import Gone, appended, last_values, metric_names, opened, sampled, timeline
+from ..run_dir.topics import by_topic, titles, with_unit
+from ..runs.values import about_values, seed_groups
+from .log_files import Gone, appended, metric_names, opened, sampled, timeline
 
 
 class KnownRuns:
@@ -39,6 +39,7 @@ class KnownRuns:
     def __init__(self, folders: Sequence[Path], runs: Path) -> None:
         self._folders, self._runs = tuple(folders), runs
         self._records: dict[Path, tuple[Any, RunRecord]] = {}
+        self._groups: tuple[list[RunRecord], dict[Path, str]] = ([], {})
 
     def found(self) -> dict[str, RunFolder]:
         """Folders by key: their names, with a number behind one that another has."""
@@ -62,7 +63,9 @@ class KnownRuns:
 
     def listed(self) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
-        for key, folder in self.found().items():
+        found = self.found()
+        groups = self._grouped([*found.values()])
+        for key, folder in found.items():
             if not folder.about.is_file():
                 lines.append({"key": key, "state": "gone", "why": WHY["gone"], "stages": []})
                 continue
@@ -70,8 +73,15 @@ class KnownRuns:
             about = about_values(record)
             shown = {name: about[name] for name in ("name", "seed", "created", "state")}
             why = record.fault or WHY[about["state"]]
-            lines.append({"key": key, **shown, "why": why, "stages": folder.stage_names})
+            known = {"key": key, "group": groups.get(folder.path, key), "why": why}
+            lines.append({**known, **shown, "stages": folder.stage_names})
         return lines
+
+    def _grouped(self, folders: Sequence[RunFolder]) -> dict[Path, str]:
+        records = [self.record(folder) for folder in folders if folder.about.is_file()]
+        if list(map(id, records)) != list(map(id, self._groups[0])):
+            self._groups = records, seed_groups(records)
+        return self._groups[1]
 
     def record(self, folder: RunFolder) -> RunRecord:
         """The run's record, which is read again if its files are others than before."""
@@ -97,24 +107,16 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# --- the overview of a run: each part is read from the file that holds it
+# --- the view of a run: each part is read from the file that holds it
 
-_MOST_EVALUATIONS = 50
 _MOST_WARNINGS = 50
 _RESTARTS = re.compile(r"restart|error|timeout|dropped|skipped|truncated", re.IGNORECASE)
-# What is shown of the last step, and the names of the metrics that it is.
-_KINDS = {
-    "rewards": re.compile("reward", re.IGNORECASE),
-    "lag": re.compile(r"lag|stale|version", re.IGNORECASE),
-    "faults": _RESTARTS,
-    "speed": re.compile("^run/"),
-}
 # Entries of summary.json that have a part of their own, or are as long as a page.
 _OF_SUMMARY = frozenset({"examples_after", "examples_before", "nodes", "suites"})
 
 
-def overview(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
-    """Return all parts of a run's overview: what each holds, or `{"absent": why}`.
+def run_parts(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    """Return all parts of what is shown of a run: what each holds, or `{"absent": why}`.
 
     A part whose file is not there, or cannot be read, is absent.
     """
@@ -142,32 +144,6 @@ def _placement(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     if plan is None:
         return {"absent": "there is no plan.json: a version that wrote none made this run"}
     return {"groups": plan.get("groups", []), "nodes": plan.get("nodes", {})}
-
-
-def _last_step(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
-    found = last_values(folder.path)
-    if found is None:
-        return {"absent": "it has not taken a step yet"}
-    step, values = found
-    return {"step": step} | {
-        kind: {name: value for name, value in values.items() if pattern.search(name)}
-        for kind, pattern in _KINDS.items()
-    }
-
-
-def _evaluations(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
-    kept = Evaluations(folder.path)
-    steps = kept.steps()
-    if not steps:
-        return {"absent": "nothing has been evaluated yet, or evaluation is switched off"}
-    rows: list[dict[str, Any]] = []
-    for step in steps[-_MOST_EVALUATIONS:]:
-        try:
-            suites = {name: found.values for name, found in kept.read(step).items()}
-            rows.append({"step": step, "suites": suites})
-        except ConfigError as error:
-            rows.append({"step": step, "absent": str(error).split("\n")[0]})
-    return {"rows": rows, "num_evaluations": len(steps)}
 
 
 def _results(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
@@ -231,8 +207,6 @@ def _events(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
 _PARTS: Mapping[str, Callable[[RunFolder, RunRecord], dict[str, Any]]] = {
     "about": _about,
     "placement": _placement,
-    "last_step": _last_step,
-    "evaluations": _evaluations,
     "results": _results,
     "suites": _suites,
     "memory": _memory,
@@ -346,12 +320,13 @@ _TYPES: Mapping[str, str] = {
 }
 _STATIC = (
     *("index.html", "style.css", "uPlot.min.css", "uPlot.iife.min.js"),
-    *("app.js", "dom.js", "curves.js", "conversations.js", "overview.js", "timeline.js"),
+    *("app.js", "dom.js", "charts.js", "overview.js", "curves.js", "conversations.js"),
+    *("run.js", "timeline.js"),
 )
 _SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 _SORTS: Mapping[str, Sort] = {name: name for name in SORTS}
 _MOST_SVG_BYTES = 4 << 20
-_MOST_METRICS = 16
+_MOST_METRICS = 40
 _MOST_POINTS = 5000
 _MOST_SAMPLES = 100
 _LOOK_THROUGH_S = 1.0
@@ -391,14 +366,14 @@ class Pages:
         self._runs = runs
         self._views: Mapping[str, Callable[[Query], Any]] = {
             "runs": lambda _: {"runs": self._runs.listed()},
-            "metrics": lambda query: {"metrics": metric_names(self._home(query))},
+            "metrics": self._metrics,
             "curve": self._curve,
             "more": self._more,
             "steps": self._steps,
             "samples": self._samples,
             "elsewhere": self._elsewhere,
             "diff": self._diff,
-            "overview": self._overview,
+            "run": self._run,
             "timeline": self._timeline,
         }
 
@@ -432,6 +407,24 @@ class Pages:
         """Return the folder of a run's stage, or of the second run that a request names."""
         folder = self._runs.folder(query.text(f"run{which}"))
         return home_of(folder, query.text(f"stage{which}"))
+
+    def _metrics(self, query: Query) -> Any:
+        """Every metric of some runs with its title, and the topics of an overview in their order.
+
+        Runs that have none are left out while any other has some.
+        """
+        names, missing = set[str](), list[ConfigError]()
+        for key in query.texts("run"):
+            try:
+                names.update(metric_names(home_of(self._runs.folder(key), query.text("stage"))))
+            except ConfigError as error:
+                missing.append(error)
+        if missing and not names:
+            raise missing[0]
+        topics = [
+            {"title": with_unit(title), "lines": lines} for title, lines in by_topic(names).items()
+        ]
+        return {"titles": titles(sorted(names)), "topics": topics}
 
     def _curve(self, query: Query) -> Any:
         return asdict(
@@ -510,9 +503,9 @@ class Pages:
             "right": {"reward": right.reward, "step": right.step, "number": number},
         }
 
-    def _overview(self, query: Query) -> Any:
+    def _run(self, query: Query) -> Any:
         folder = self._runs.folder(query.text("run"))
-        return overview(folder, self._runs.record(folder))
+        return run_parts(folder, self._runs.record(folder))
 
     def _timeline(self, query: Query) -> Any:
         shown = timeline(self._home(query) / "trace.json", query.whole("steps", 3, 50))

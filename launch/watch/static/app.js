@@ -1,34 +1,44 @@
-// The page: the list of runs, the four views, and one clock that asks for what is new.
+// The page: the list of runs, the five views, and one clock that asks for what is new.
 
+import { settings } from "./charts.js";
 import { Curves } from "./curves.js";
 import { Conversations } from "./conversations.js";
-import { COLORS, ask, el, fill } from "./dom.js";
+import { ask, color, el, fill } from "./dom.js";
 import { Overview } from "./overview.js";
+import { Run } from "./run.js";
 import { Timeline } from "./timeline.js";
 
 const EVERY_MS = 1000;
-const VIEWS = { curves: Curves, samples: Conversations, run: Overview, timeline: Timeline };
-const TITLES = { curves: "Curves", samples: "Samples", run: "Run", timeline: "Timeline" };
+const NARROW = 700; // pixels, as in style.css: a phone, on which the list of runs is folded
+const AT_FIRST = 5; // runs that are chosen before a person has chosen any
+const VIEWS = { overview: Overview, curves: Curves, samples: Conversations, run: Run, timeline: Timeline };
 
 const page = {
   runs: new Map(), // key -> what the server's list says of it; one that is gone stays, and says so
   chosen: new Set(),
-  name: "curves",
+  name: "overview",
   view: null,
   stage: "",
 };
 
-function color(key) {
-  return COLORS[[...page.runs.keys()].indexOf(key) % COLORS.length];
+// Runs with the group that they are drawn in, which is their own unless seeds are grouped.
+function drawnRuns() {
+  const runs = [...page.runs.values()]
+    .map((run) => ({ ...run, group: (settings.seeds === "grouped" && run.group) || run.key }));
+  const groups = [...new Set(runs.map((run) => run.group))];
+  return runs.map((run) => ({ ...run, color: color(groups.indexOf(run.group)) }));
 }
 
 function chosen() {
-  return [...page.runs.values()].filter((run) => page.chosen.has(run.key))
-    .map((run) => ({ ...run, color: color(run.key) }));
+  return drawnRuns().filter((run) => page.chosen.has(run.key));
+}
+
+function chooseSome() {
+  if (!page.chosen.size) page.chosen = new Set([...page.runs.keys()].slice(-AT_FIRST));
 }
 
 function remember() {
-  const kept = new URLSearchParams({ view: page.name, stage: page.stage });
+  const kept = new URLSearchParams({ view: page.name, stage: page.stage, ...settings });
   for (const key of page.chosen) kept.append("run", key);
   history.replaceState(null, "", `#${kept}`);
 }
@@ -37,6 +47,7 @@ function recall() {
   const kept = new URLSearchParams(location.hash.slice(1));
   if (kept.get("view") in VIEWS) page.name = kept.get("view");
   page.stage = kept.get("stage") ?? "";
+  for (const name of Object.keys(settings)) settings[name] = kept.get(name) ?? settings[name];
   page.chosen = new Set(kept.getAll("run"));
 }
 
@@ -61,7 +72,7 @@ function say(text) {
 }
 
 function listRuns() {
-  const lines = [...page.runs.values()].reverse().map((run) => {
+  const lines = drawnRuns().reverse().map((run) => {
     const box = el("input", { type: "checkbox", checked: page.chosen.has(run.key) });
     box.onchange = () => {
       if (box.checked) page.chosen.add(run.key);
@@ -69,12 +80,14 @@ function listRuns() {
       changed();
     };
     const mark = el("span", { class: "mark" });
-    mark.style.background = color(run.key);
+    mark.style.background = run.color;
     const state = el("span", { class: `state ${run.state.replace(" ", "-")}`, title: run.why ?? "" });
     fill(state, run.state);
     return el("label", { class: "run" }, box, mark, el("span", { class: "key" }, run.key), state);
   });
-  fill(document.getElementById("runs"), lines.length ? lines : "no run yet: this page waits for one");
+  const home = document.getElementById("runs");
+  fill(home, el("summary", {}, `Runs (${page.chosen.size} of ${lines.length})`),
+    lines.length ? lines : "no run yet: this page waits for one");
 }
 
 function listViews() {
@@ -88,7 +101,7 @@ function listViews() {
   const buttons = Object.keys(VIEWS).map((name) => {
     const button = el("button", { id: `view-${name}`, class: name === page.name ? "chosen" : "" });
     button.onclick = () => { page.name = name; changed(); };
-    return fill(button, TITLES[name]);
+    return fill(button, name[0].toUpperCase() + name.slice(1));
   });
   fill(document.getElementById("views"), buttons, stages.length ? stage : null);
 }
@@ -99,7 +112,7 @@ function changed() {
   listViews();
   remember();
   page.view?.close?.();
-  page.view = new VIEWS[page.name](document.getElementById("view"), page.stage);
+  page.view = new VIEWS[page.name](document.getElementById("view"), page.stage, changed);
   page.view.show(chosen()).catch(lost);
 }
 
@@ -119,9 +132,14 @@ async function tick() {
       say("the server answers again");
     }
     if (JSON.stringify([...page.runs]) !== before) {
+      if (before === "[]") {
+        chooseSome();
+        changed();
+      }
       listRuns();
       listViews();
     }
+    remember();
     await page.view.tick(chosen());
   } catch (error) {
     lost(error);
@@ -137,7 +155,9 @@ async function begin() {
     lost(error);
   }
   for (const key of page.chosen) if (!page.runs.has(key)) page.chosen.delete(key);
-  if (!page.chosen.size) for (const key of [...page.runs.keys()].slice(-5)) page.chosen.add(key);
+  chooseSome();
+  document.getElementById("runs").open = innerWidth > NARROW;
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
   changed();
   setTimeout(tick, EVERY_MS);
 }

@@ -1,7 +1,9 @@
 // Making elements and asking the server. Text becomes text nodes and nothing else: what a model
 // wrote is never parsed as markup.
 
-export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555"];
+// A color of style.css, which has others in the dark.
+export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const color = (place) => css(`--curve-${place % 7}`);
 
 // el("td", {class: "number"}, "0.5") makes an element; properties named on... are listeners.
 export function el(tag, properties = {}, ...children) {

@@ -1,125 +1,71 @@
-// One run: what it is, how it stands, what was measured. A part that its files lack says why.
+// A chart for each topic that the chosen runs have, and what the newest run says best and worst.
 
-import { ask, el, fill, mebibytes, number, table } from "./dom.js";
+import { Charts } from "./charts.js";
+import { ask, el, fill, number } from "./dom.js";
 
-const TITLES = {
-  about: "This run", warnings: "Warnings", last_step: "Last step", evaluations: "Evaluations",
-  suites: "Suites, before and after", memory: "Memory", placement: "Placement",
-  events: "Resumed, stopped, restarted", results: "Results",
-};
+const LOOK_EVERY = 10; // ticks, for topics that were not there before
+const MOST_LINES = 6; // of a chart
 
-export class Overview {
-  constructor(node, stage) {
-    this.stage = stage;
-    this.home = fill(el("div", { id: "overviews" }));
-    fill(node, this.home);
+export class Overview extends Charts {
+  constructor(node, stage, changed) {
+    super(node, stage, changed, 170);
+    this.samples = el("section", { id: "extremes" });
+    this.ticks = 0;
   }
 
   async show(runs) {
-    if (!runs.length) {
-      fill(this.home, "choose a run on the left");
+    this.runs = runs;
+    const { topics } = await this.named();
+    this.topics = JSON.stringify(topics);
+    for (const chart of this.charts) chart.plot?.destroy();
+    const most = Math.max(1, Math.floor(MOST_LINES / new Set(runs.map((run) => run.group)).size));
+    this.charts = topics.map(({ title, lines }) => {
+      const every = Object.entries(lines);
+      const shown = every.slice(0, most);
+      const canvas = el("div");
+      const only = shown.length === 1 && shown[0][1] ? `: ${shown[0][1]}` : "";
+      const more = every.length - most;
+      const node = el("section", {}, el("h3", { title: Object.keys(lines).join("\n") }, title, only), canvas,
+        more > 0 ? el("p", { class: "absent" }, `${more} more lines are in Curves`) : null);
+      if (only) shown[0][1] = ""; // the title says it
+      return { lines: Object.fromEntries(shown), node, canvas };
+    });
+    const [first, ...rest] = this.charts.map((chart) => chart.node);
+    fill(this.home, first, this.samples, rest);
+    await Promise.all([this.fetchAll(), this.extremes()]);
+  }
+
+  async tick(runs) {
+    this.ticks += 1;
+    if (this.ticks % LOOK_EVERY === 0) {
+      const { topics } = await this.named();
+      if (topics.length && JSON.stringify(topics) !== this.topics) return this.show(this.runs);
+    }
+    await Promise.all([super.tick(runs), this.extremes()]);
+    return undefined;
+  }
+
+  // The best and the worst response of the newest step, of the newest run that keeps samples.
+  async extremes() {
+    for (const run of [...this.runs].reverse()) {
+      const step = (await ask("steps", this.keys(run))).steps?.at(-1);
+      if (step === undefined) continue;
+      const now = `${run.key}, step ${step}`;
+      if (now === this.now) return;
+      const said = await Promise.all([0, 1].map((worst) =>
+        ask("samples", { ...this.keys(run), step, sort: "reward", worst, limit: 1 })));
+      const found = said.map((one) => one.samples?.[0]);
+      if (typeof found[0]?.reward !== "number") continue;
+      this.now = now;
+      fill(this.samples, el("h3", { title: now }, `Responses of step ${step}`),
+        found.map((sample, i) => el("article", {},
+          el("h4", {}, `${i ? "worst" : "best"}: reward ${number(sample.reward, 4)}`),
+          el("pre", { class: "prompt" }, sample.prompt),
+          el("pre", { class: "response" }, sample.turns.length
+            ? sample.turns.map((turn) => `${turn.said}\n${turn.shown}`).join("\n") : sample.response))),
+        el("h4", {}, now));
       return;
     }
-    const said = await Promise.all(runs.map((run) => ask("overview", { run: run.key })));
-    fill(this.home, runs.map((run, i) => this.one(run, said[i])));
+    if (!this.now) fill(this.samples);
   }
-
-  // Only what has changed is drawn again: who reads or has selected something is not disturbed.
-  async tick(runs) {
-    const said = await Promise.all(runs.map((run) => ask("overview", { run: run.key })));
-    const now = JSON.stringify([runs.map((run) => [run.key, run.state]), said]);
-    if (now === this.shown) return;
-    this.shown = now;
-    if (runs.length) fill(this.home, runs.map((run, i) => this.one(run, said[i])));
-  }
-
-  one(run, said) {
-    const head = el("h2", {}, run.key, " ", el("span", { class: "state" }, run.state));
-    const why = el("p", {}, run.why ?? "");
-    if (said.error) return el("article", {}, head, why, el("p", {}, said.error));
-    const parts = Object.entries(TITLES).map(([name, title]) => {
-      const part = said[name];
-      const shown = part?.absent ? el("p", { class: "absent" }, part.absent) : this.part(name, part);
-      return el("section", { class: `part ${name}` }, el("h3", {}, title), shown);
-    });
-    return el("article", { class: "overview" }, head, why, el("div", { class: "parts" }, parts));
-  }
-
-  part(name, part) {
-    if (name === "evaluations") return this.evaluations(part);
-    if (name === "memory") return this.memory(part);
-    if (name === "placement") return this.placement(part);
-    if (name === "warnings") return this.warnings(part);
-    return pairs(part);
-  }
-
-  warnings(part) {
-    const rows = part.rows.map((row) => [
-      [row.stage, row.first_step < row.step ? `${row.first_step} to ${row.step}` : row.step]
-        .filter((word) => word !== "").join(" "),
-      row.node, row.seen, row.means, row.remedy]);
-    const left = part.num_warnings - rows.length;
-    return el("div", {}, table(["steps", "node", "seen", "what it usually means", "remedy"], rows),
-      left ? el("p", {}, `${left} older ones are not shown`) : null);
-  }
-
-  evaluations(part) {
-    const names = new Set();
-    for (const row of part.rows) {
-      for (const [suite, values] of Object.entries(row.suites ?? {})) {
-        for (const value of Object.keys(values)) names.add(suite ? `${suite}/${value}` : value);
-      }
-    }
-    const columns = [...names];
-    const rows = part.rows.map((row) => [row.step, ...columns.map((column) => {
-      if (row.absent) return row.absent;
-      for (const [suite, values] of Object.entries(row.suites)) {
-        for (const [name, value] of Object.entries(values)) {
-          if ((suite ? `${suite}/${name}` : name) === column) return number(value);
-        }
-      }
-      return "-";
-    })]);
-    const left = part.num_evaluations - rows.length;
-    return el("div", {}, table(["after steps", ...columns], rows),
-      left ? el("p", {}, `${left} older ones are not shown`) : null);
-  }
-
-  memory(part) {
-    const rows = Object.entries(part.groups).map(([group, held]) => [
-      group, mebibytes(held.peak_bytes), mebibytes(held.capacity_bytes),
-      sizes(held.resident_bytes), sizes(held.transient_bytes)]);
-    const head = ["group", "predicted peak of its fullest device", "capacity", "always", "per call"];
-    return el("div", {},
-      rows.length ? table(head, rows) : el("p", { class: "absent" }, "its plan was not predicted"),
-      el("p", {}, part.peak_memory_bytes === null || part.peak_memory_bytes === undefined
-        ? "what was used is written at the end"
-        : `most that all processes of the run used at once: ${mebibytes(part.peak_memory_bytes)}`));
-  }
-
-  placement(part) {
-    const groups = part.groups.map((group) => [group.name, group.num_ranks ?? 1,
-      group.device ?? "cpu", group.tensor_parallel ?? 1, group.pipeline_parallel ?? 1,
-      (group.devices ?? []).join(", ")]);
-    const head = ["group", "ranks", "device", "tensor parallel", "pipeline parallel", "devices"];
-    const nodes = Object.entries(part.nodes ?? {});
-    return el("div", {}, table(head, groups), nodes.length ? table(["node", "group"], nodes)
-      : el("p", {}, "every node runs in the first group"));
-  }
-}
-
-function sizes(held) {
-  return Object.entries(held).map(([name, size]) => `${name} ${mebibytes(size)}`).join(", ");
-}
-
-// Names and values, what is nested by its path.
-function pairs(values) {
-  const rows = [];
-  const walk = (value, at) => {
-    if (value !== null && typeof value === "object" && !Array.isArray(value)) {
-      for (const [key, inner] of Object.entries(value)) walk(inner, at ? `${at} ${key}` : key);
-    } else if (!(Array.isArray(value) && !value.length)) rows.push([at, number(value)]);
-  };
-  walk(values, "");
-  return rows.length ? table(["", ""], rows) : el("p", { class: "absent" }, "nothing");
 }

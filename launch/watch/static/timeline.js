@@ -1,6 +1,6 @@
 // The last steps of a run: who did what when, each node's predicted and measured time, its graph.
 
-import { COLORS, ask, choose, el, fill, labeled, seconds, table } from "./dom.js";
+import { ask, choose, color, el, fill, labeled, seconds, table } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [LEFT, ROW, WIDTH] = [150, 24, 1000];
@@ -90,7 +90,7 @@ function drawn(said) {
     const box = shape("rect", {
       x: LEFT + (WIDTH * one.start_s) / end, y: ROW * one.track + 2, height: ROW - 4,
       width: Math.max(0.5, (WIDTH * one.duration_s) / end),
-      fill: COLORS[names.indexOf(one.node) % COLORS.length],
+      fill: color(names.indexOf(one.node)),
       "fill-opacity": one.step % 2 ? 0.6 : 0.95,
     });
     const chunk = one.chunk === null || one.chunk === undefined ? "" : `, chunk ${one.chunk}`;
@@ -99,7 +99,7 @@ function drawn(said) {
   }
   names.forEach((name, i) => {
     const [x, y] = [LEFT + (i % 4) * 250, ROW * (said.tracks.length + Math.floor(i / 4)) + 6];
-    top.append(shape("rect", { x, y, width: 12, height: 12, fill: COLORS[i % COLORS.length] }));
+    top.append(shape("rect", { x, y, width: 12, height: 12, fill: color(i) }));
     top.append(shape("text", { x: x + 18, y: y + 11 }, name.slice(0, 34)));
   });
   return top;

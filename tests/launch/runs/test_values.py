@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.provenance import CodeVersion, Origins
+from penstock.launch.run_dir.run_folder import RunFolder, RunRecord
 from penstock.launch.run_dir.step_logs import METRICS, MetricsLog
-from penstock.launch.runs.values import History, Over, Series, sparkline
+from penstock.launch.runs.values import History, Over, Series, seed_groups, sparkline
 
 
 @pytest.fixture
@@ -72,3 +76,26 @@ def test_a_sparkline_is_as_long_as_it_may_be_and_has_both_ends(ys: list[float]) 
     if 1 < len(ys) <= 32 and min(ys) < max(ys):
         assert line[ys.index(min(ys))] == "▁"
         assert line[ys.index(max(ys))] == "█"
+
+
+def test_runs_that_differ_in_their_seed_alone_are_a_group() -> None:
+    def made(key: str, seed: int, config: dict[str, Any] | None, file: str = "a") -> RunRecord:
+        origins, now = Origins({"reward.py": file}), datetime.now(UTC)
+        folder, code = RunFolder(Path(key)), CodeVersion("1")
+        return RunRecord(folder, key[0], seed, now, code, config=config, origins=origins)
+
+    low = [
+        made(f"a{seed}", seed, {"seed": seed, "x": {"lr": 0.1, "init_seed": seed}})
+        for seed in range(2)
+    ]
+    high = made("a2", 0, {"seed": 0, "x": {"lr": 0.5, "init_seed": 0}})
+    edited = made("a3", 2, {"seed": 2, "x": {"lr": 0.1, "init_seed": 2}}, "b")
+    imported = [made(key, 0, None) for key in ("b1", "b2")]
+    far = [made(f"c{i}", 0, dict.fromkeys("pqrs", i)) for i in range(2)]
+    found = seed_groups([*low, high, edited, *imported, *far])
+    assert {path.name: label for path, label in found.items()} == {
+        "a0": "a0", "a1": "a0", "a2": "a lr=0.5", "a3": "a3",
+        "b1": "b1", "b2": "b2", "c0": "c0", "c1": "c1",
+    }  # fmt: skip
+    alone = seed_groups([*low, high])
+    assert [*alone.values()] == ["a lr=0.1", "a lr=0.1", "a lr=0.5"]

@@ -32,12 +32,14 @@ PLAN: Mapping[str, Any] = {
 }
 
 
-def new_run(runs: Path, name: str = "grpo", *, plan: Mapping[str, Any] = PLAN) -> RunFolder:
+def new_run(
+    runs: Path, name: str = "grpo", *, plan: Mapping[str, Any] = PLAN, seed: int = 3
+) -> RunFolder:
     """A run that has not taken a step yet."""
     return create_run(
         runs,
         name=name,
-        seed=3,
+        seed=seed,
         config="algorithm: {step: 'x:y'}\n",
         data="0123",
         plan=json.dumps(plan),

@@ -60,7 +60,7 @@ def said(text: str) -> str:
 
 
 def view(browser: Browser, name: str, wait: str) -> None:
-    """Go to one of the four views and wait for what it shows."""
+    """Go to one of the views and wait for what it shows."""
     browser.value(f"document.getElementById('view-{name}').click()")
     browser.until(wait)
 
@@ -101,9 +101,9 @@ def test_five_long_runs_are_drawn_and_zoomed_into(
     keys = [new_run(runs, f"run{i}") for i in range(5)]
     for run in keys:
         write_many_steps(run.path, 100_000)
-    browser.open(server.url)
+    browser.open(f"{server.url}#view=curves")
     browser.until(f"({STATUS}.match(/last step 99999 /g) ?? []).length === 5")
-    assert browser.value("document.querySelectorAll('.u-series').length") == 2 * 6
+    assert browser.value("document.querySelectorAll('.u-series:not(.beneath)').length") == 2 * 6
     assert browser.value(f"({STATUS}.match(/evenly spaced/g) ?? []).length") == 5
     left, top = browser.value(
         "(({left, top}) => [left, top])(document.querySelector('.u-over').getBoundingClientRect())"
@@ -113,6 +113,80 @@ def test_five_long_runs_are_drawn_and_zoomed_into(
     browser.until(f"!{STATUS}.includes('evenly spaced')")  # every step of so short a range
     browser.value("document.getElementById('zoom-out').click()")
     browser.until(f"{STATUS}.includes('evenly spaced')")
+
+
+# What is drawn on canvases: texts, and the colors of areas.
+_DRAWN = """
+window.drawn = {texts: [], fills: []};
+for (const [name, list, what] of [["fillText", "texts", (brush, [text]) => text],
+                                  ["fill", "fills", (brush) => brush.fillStyle]]) {
+  const own = CanvasRenderingContext2D.prototype[name];
+  CanvasRenderingContext2D.prototype[name] = function (...given) {
+    window.drawn[list].push(what(this, given));
+    return own.apply(this, given);
+  };
+}
+"""
+_LEGENDS = """
+Object.fromEntries([...document.querySelectorAll('.charts section')].filter((one) => one.id === "")
+  .map((one) => [one.querySelector('h3').textContent,
+    [...one.querySelectorAll('.u-series:not(.beneath)')].map((row) =>
+      [...row.querySelectorAll('.u-label, .u-value')].map((cell) => cell.textContent).join(' '))]))
+"""
+_BANDS = "window.drawn.fills.filter((color) => color.startsWith('rgba')).length"
+
+
+def test_the_overview_needs_no_choosing(browser: Browser, server: PageServer, runs: Path) -> None:
+    seeds = [new_run(runs, seed=seed) for seed in range(2)]
+    other = new_run(runs, "other")
+    for number, run in enumerate((*seeds, other)):
+        with MetricsLog(run.metrics) as log:
+            for step in range(3):
+                values = {"a.train/loss": 40.0 * number + 20.0 * step}
+                values |= {"a.train/entropy": 10.0 * step} if run is other else {}
+                log.write(step, values)
+    add_samples(other.path, 2, [row("p", "good", 1.0), row("p", HTML, -1.0)])
+    script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=_DRAWN)["identifier"]
+    try:
+        browser.open(f"{server.url}#smoothing=off")
+        browser.until("document.querySelectorAll('canvas').length === 2")
+        browser.until("document.querySelectorAll('#extremes pre').length === 4")
+        alone, two = other.id, "grpo, 2 runs"
+        assert browser.value(_LEGENDS) == {
+            "Entropy (nats per token): a": ["steps 2", f"{alone} 20"],
+            "Loss: a": ["steps 2", f"{two} 60", f"{alone} 120"],
+        }
+        assert browser.value(_BANDS) > 0
+        texts = browser.value("[...new Set(window.drawn.texts)]")
+        assert {"0", "1", "2"} <= set(texts)
+        assert all(text.isdecimal() for text in texts), texts  # whole steps
+        (left, top) = browser.value(
+            "(({left, width, top}) => [left + width / 2, top + 40])"
+            "(document.querySelector('.u-over').getBoundingClientRect())"
+        )
+        browser.drag(left, left, top)
+        browser.until("[...document.querySelectorAll('.u-legend')]"
+                      ".every((one) => one.innerText.startsWith('steps1'))")  # fmt: skip
+        assert browser.value(_LEGENDS)["Loss: a"][1:] == [f"{two} 40", f"{alone} 100"]
+        assert browser.value(
+            "[...document.querySelectorAll('#extremes pre')].at(-1).textContent"
+        ) == (HTML)
+        browser.resize(390, 800)
+        browser.value(
+            "window.drawn.fills = []; document.getElementById('seeds').value = 'apart';"
+            "document.getElementById('seeds').onchange()"
+        )
+        browser.until(f"document.body.innerText.includes('{seeds[1].id}80')")
+        assert browser.value(_BANDS) == 0
+        assert browser.value("document.documentElement.scrollWidth") <= 390
+        lefts = (
+            "[...document.querySelectorAll('.u-wrap')].map((one) => one.getBoundingClientRect())"
+        )
+        assert browser.value(f"new Set({lefts}.map((one) => one.left)).size") == 1
+        assert browser.value(f"{lefts}.every((one) => one.right <= 390)")
+    finally:
+        browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        browser.resize(1400, 1000)
 
 
 def test_a_response_full_of_markup_is_text(
@@ -156,7 +230,7 @@ def test_a_runs_names_are_text_as_well(browser: Browser, server: PageServer, run
     browser.until(said(strange.name))
     for name, wait in (
         ("curves", f"{STATUS}.includes('last step 0')"),
-        ("run", "document.querySelector('.overview')"),
+        ("run", "document.querySelector('.about')"),
         ("timeline", "document.querySelector('svg.timeline')"),
     ):
         view(browser, name, wait)
@@ -179,7 +253,7 @@ def test_nothing_leaves_the_machine_and_nothing_fails(
     browser.open(server.url)
     browser.until(f"{STATUS}.includes('last step 19')")
     view(browser, "samples", "document.querySelector('.sample')")
-    view(browser, "run", "document.querySelector('.overview')")
+    view(browser, "run", "document.querySelector('.about')")
     view(browser, "timeline", "document.querySelector('img.graph')?.complete")
     assert browser.value("document.querySelector('img.graph').naturalWidth") == 10
     own = f"http://127.0.0.1:{server.server_port}/"
@@ -232,13 +306,13 @@ def test_the_picture_of_the_documentation(browser: Browser, runs: Path) -> None:
     if shown == runs:
         for seed in range(2):
             add_steps(new_run(runs, f"grpo-{seed}").path, range(50))
-    browser.resize(1100, 640)
+    browser.resize(1280, 820)
     with served(shown) as server:
         browser.open(server.url)
         browser.until("document.querySelectorAll('canvas').length >= 2")
         browser.until(f"({STATUS}.match(/last step/g) ?? []).length >= 2")
         picture = browser.picture()
     assert picture.startswith(b"\x89PNG")
-    assert len(picture) < 200_000
+    assert len(picture) < 300_000
     if target := os.environ.get("PENSTOCK_WATCH_PICTURE"):
         Path(target).write_bytes(picture)

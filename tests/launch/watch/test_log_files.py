@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.step_logs import MetricsLog, TraceLog
-from penstock.launch.watch.log_files import Gone, appended, last_values, metric_names, sampled
+from penstock.launch.watch.log_files import Gone, appended, metric_names, sampled
 
 from .conftest import Ask
 from .folders import BEGUN_S, add_steps, new_run, value_at, write_many_steps
@@ -185,7 +185,6 @@ def test_a_hole_is_not_searched_through(tmp_path: Path, at_end: bool) -> None:
     for read in (
         lambda: sampled(tmp_path, [METRIC]),
         lambda: metric_names(tmp_path),
-        lambda: last_values(tmp_path),
     ):
         with pytest.raises(Gone, match="the file is damaged: no line ends within 64 MiB"):
             read()
@@ -199,7 +198,6 @@ def test_a_file_without_a_step_has_no_points(tmp_path: Path, text: str) -> None:
     points = sampled(tmp_path, [METRIC], first_step=1, last_step=5)
     assert points.steps == []
     assert metric_names(tmp_path) == []
-    assert last_values(tmp_path) is None
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -219,7 +217,6 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert points.num_damaged == 4
     assert points.columns[METRIC][-1] is None
     assert points.columns["train/loss"][-1] is None
-    assert last_values(tmp_path) == (6, {})
 
 
 def test_rare_metrics_of_evaluations_are_found_in_a_long_file(tmp_path: Path) -> None:
@@ -242,20 +239,9 @@ def test_rare_metrics_of_evaluations_are_found_in_a_long_file(tmp_path: Path) ->
     assert points.steps == sorted(points.steps)
 
 
-def test_names_and_the_last_values(tmp_path: Path) -> None:
+def test_names_are_those_of_the_lines(tmp_path: Path) -> None:
     add_steps(tmp_path, range(3))
     assert metric_names(tmp_path) == ["reward/mean", "run/lag_max", "train/loss"]
-    values = {"reward/mean": value_at(2), "train/loss": -2.0, "run/lag_max": 1.0}
-    assert last_values(tmp_path) == (2, values)
-
-
-def test_the_line_of_the_last_evaluation_is_not_the_last_step(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
-        log.write(0, {"evaluation/accuracy": 0.25})
-        assert last_values(tmp_path) == (0, {"evaluation/accuracy": 0.25})
-        log.write(1, {"reward/mean": 0.5, "evaluation/accuracy": 0.25})
-        log.write(2, {"evaluation/accuracy": 0.75})
-    assert last_values(tmp_path) == (1, {"reward/mean": 0.5, "evaluation/accuracy": 0.25})
 
 
 def write_trace(path: Path, num_steps: int, *, close: bool = True) -> None:

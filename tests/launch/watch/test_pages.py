@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.run_dir.evaluations import Evaluations, Measured
 from penstock.launch.run_dir.run_folder import RunFolder, record_of, state_of
 from penstock.launch.run_dir.samples import SaidTurn, Sample
 from penstock.launch.run_dir.step_logs import EVENTS, EventLog
@@ -30,7 +29,14 @@ def test_a_curve_and_what_is_added_to_it(runs: Path, ask: Ask) -> None:
     run = new_run(runs)
     add_steps(run.path, range(5))
     keys = {"run": run.id, "metric": ["reward/mean", "train/loss"]}
-    assert ask("metrics", run=run.id)["metrics"] == ["reward/mean", "run/lag_max", "train/loss"]
+    named = ask("metrics", run=[new_run(runs, "empty").id, run.id])
+    assert named["titles"] == {
+        "reward/mean": "Reward", "run/lag_max": "Lag max", "train/loss": "Loss: train"
+    }  # fmt: skip
+    assert named["topics"] == [
+        {"title": "Reward", "lines": {"reward/mean": ""}},
+        {"title": "Loss", "lines": {"train/loss": "train"}},
+    ]
     curve = ask("curve", **keys)
     assert curve["steps"] == [0, 1, 2, 3, 4]
     assert curve["columns"]["reward/mean"] == [value_at(step) for step in range(5)]
@@ -166,7 +172,7 @@ def test_a_run_that_is_removed_while_it_is_shown_says_so(runs: Path, ask: Ask) -
     add_steps(run.path, range(3))
     curve = ask("curve", run=run.id, metric="train/loss")
     shutil.rmtree(run.path)
-    for view in ("curve", "more", "overview", "timeline", "steps"):
+    for view in ("curve", "more", "run", "timeline", "steps"):
         said = ask(view, run=run.id, offset=curve["offset"], mark=curve["mark"])
         assert said["error"] == "this run is no longer there: its folder was removed or renamed"
     assert ask("runs")["runs"] == []
@@ -193,7 +199,7 @@ def test_no_view_waits_for_what_is_no_file(runs: Path, ask: Ask, name: str, kind
     else:
         path.symlink_to("/dev/zero")
     assert {one["key"] for one in ask("runs")["runs"]} == {bad.id, good.id}
-    for view in ("metrics", "curve", "overview", "timeline", "steps", "samples"):
+    for view in ("metrics", "curve", "run", "timeline", "steps", "samples"):
         ask(view, run=bad.id, metric="train/loss", step=0)
     assert ask("curve", run=good.id, metric="train/loss")["steps"] == [0, 1, 2]
 
@@ -297,7 +303,7 @@ def test_a_stage_is_one_of_the_runs_own(runs: Path, stage: str) -> None:
 def test_a_key_is_never_a_path(runs: Path, ask: Ask, key: str) -> None:
     run = new_run(runs)
     add_steps(run.path, range(3))
-    for view in ("curve", "metrics", "more", "steps", "samples", "overview", "timeline"):
+    for view in ("curve", "metrics", "more", "steps", "samples", "run", "timeline"):
         said = ask(view, run=key, metric="reward/mean")
         assert said["gone"]
         assert "no longer there" in said["error"]
@@ -305,13 +311,11 @@ def test_a_key_is_never_a_path(runs: Path, ask: Ask, key: str) -> None:
 
 def test_a_run_that_has_not_begun_says_what_is_missing(runs: Path, ask: Ask) -> None:
     run = new_run(runs, plan={"groups": [{"name": "all"}]})
-    said = ask("overview", run=run.id)
+    said = ask("run", run=run.id)
     assert said["about"]["state"] == "not running"
     assert (said["about"]["seed"], said["about"]["code"]) == (3, "0.1.0 (abc)")
     absent = {name: part["absent"] for name, part in said.items() if "absent" in part}
     assert absent == {
-        "last_step": "metrics.jsonl: there is none",
-        "evaluations": "nothing has been evaluated yet, or evaluation is switched off",
         "results": "there is no summary.json: it is written at the end",
         "suites": "they are compared at the end",
         "warnings": "it has warned of nothing",
@@ -322,19 +326,10 @@ def test_a_run_that_has_not_begun_says_what_is_missing(runs: Path, ask: Ask) -> 
 def test_everything_its_files_hold(runs: Path, ask: Ask) -> None:
     run = new_run(runs)
     add_steps(run.path, range(3))
-    kept = Evaluations(run.path)
-    right = {"": Measured({}, 0.5, scores={"1": [1.0, 0.0]}, correct={"1": 1})}
-    kept.write(0, right)
-    kept.write(2, right)
     suites = {"": {"before": {"accuracy": 0.25}, "after": {"accuracy": 0.5}}}
     run.write_summary({"num_steps": 3, "suites": suites, "peak_memory_bytes": 600, "resumed": True})
-    said = ask("overview", run=run.id)
-    assert said["last_step"]["rewards"] == {"reward/mean": 0.838}
-    assert said["last_step"]["lag"] == {"run/lag_max": 1.0}
+    said = ask("run", run=run.id)
     assert said["placement"]["groups"] == [{"name": "all"}]
-    rows = said["evaluations"]["rows"]
-    assert [row["step"] for row in rows] == [0, 2]
-    assert rows[0]["suites"] == {"": {"accuracy": 0.5, "pass@2": 1.0}}
     assert said["suites"] == suites
     assert said["events"]["resumed"] is True
     assert said["results"] == {"num_steps": 3, "peak_memory_bytes": 600, "resumed": True}
@@ -350,7 +345,7 @@ def test_everything_its_files_hold(runs: Path, ask: Ask) -> None:
 def test_no_damaged_file_ends_the_page(runs: Path, ask: Ask, name: str, text: str) -> None:
     run = new_run(runs)
     (run.path / name).write_text(text)
-    for view in ("overview", "timeline", "runs", "metrics"):
+    for view in ("run", "timeline", "runs", "metrics"):
         assert isinstance(ask(view, run=run.id), dict)
 
 
@@ -367,31 +362,19 @@ def test_no_damaged_file_ends_the_page(runs: Path, ask: Ask, name: str, text: st
 def test_no_damaged_plan_ends_the_page(runs: Path, ask: Ask, plan: dict[str, Any]) -> None:
     run = new_run(runs)
     run.plan.write_text(json.dumps(plan))
-    said = ask("overview", run=run.id)
+    said = ask("run", run=run.id)
     assert said["about"]["name"] == "grpo"
     assert isinstance(ask("timeline", run=run.id), dict)
 
 
-def test_a_damaged_evaluation_leaves_the_others(runs: Path, ask: Ask) -> None:
-    run = new_run(runs)
-    kept = Evaluations(run.path)
-    kept.write(1, {"": Measured({}, 0.5)})
-    kept.write(2, {"": Measured({}, 0.75)})
-    (run.path / "evaluations" / "step-00000001.json").write_text("{")
-    (run.path / "evaluations" / "step-none.json").write_text("{")
-    first, second = ask("overview", run=run.id)["evaluations"]["rows"]
-    assert "cannot be read" in first["absent"]
-    assert second["suites"] == {"": {"accuracy": 0.75}}
-
-
 def test_what_a_run_warned_of_comes_with_what_to_do(runs: Path, ask: Ask) -> None:
     run = new_run(runs)
-    assert ask("overview", run=run.id)["warnings"] == {"absent": "it has warned of nothing"}
+    assert ask("run", run=run.id)["warnings"] == {"absent": "it has warned of nothing"}
     sign = {"kind": "cut_off", "node": "a.b", "seen": "all", "means": "bad", "remedy": "more"}
     log = EventLog(run.path / EVENTS)
     for step in range(60):
         log.write({**sign, "first_step": step - 2, "step": step})
-    said = ask("overview", run=run.id)["warnings"]
+    said = ask("run", run=run.id)["warnings"]
     assert (len(said["rows"]), said["num_warnings"]) == (50, 60)
     assert said["rows"][-1] == {
         "stage": "",
@@ -403,7 +386,7 @@ def test_what_a_run_warned_of_comes_with_what_to_do(runs: Path, ask: Ask) -> Non
         "step": 59,
     }
     (run.path / EVENTS).write_text("{\n")
-    assert "expected a JSON object" in ask("overview", run=run.id)["warnings"]["absent"]
+    assert "expected a JSON object" in ask("run", run=run.id)["warnings"]["absent"]
 
 
 TEXTS = st.text(alphabet=st.sampled_from("ab \n.<>é"), max_size=60)

@@ -66,6 +66,7 @@ def test_one_run_has_no_interval(penstock: Penstock, sets: None, key: str) -> No
         table, remarks = said.out.splitlines()[:-1], said.out.splitlines()[-1]
         assert remarks.startswith("a set has 1 run: nothing tells whether the difference is more")
         assert "beyond" not in said.out
+        assert "probability" not in said.out
         of_three = [line for line in table if line.startswith(high)]
         assert all("[" not in line for line in table[1:] if line not in of_three)
 
@@ -94,13 +95,16 @@ def test_curves_of_sets_on_the_terminal_and_in_a_picture(penstock: Penstock, set
     said = penstock("runs", "plot", *words, "file=loss.svg")
     assert (said.code, said.err) == (0, "")
     assert said.out == (
-        "metric        set                 runs  samples  first  last\n"
-        "a.train/loss  optimizer.lr=0.001  3     48       4      1.125  █▃▁\n"
-        "a.train/loss  optimizer.lr=1e-05  3     48       4      2.5    █▃▁\n"
+        "metric   set                 runs  samples  first  last\n"
+        "Loss: a  optimizer.lr=0.001  3     48       4      1.125  █▃▁\n"
+        "Loss: a  optimizer.lr=1e-05  3     48       4      2.5    █▃▁\n"
         "drawn in loss.svg\n"
     )
     texts = [one.text for one in ElementTree.parse("loss.svg").iter() if one.tag.endswith("text")]
-    assert {"samples", "a.train/loss", "optimizer.lr=0.001 (3 runs)"} <= set(texts)
+    assert {
+        "samples", "Loss: a", "a.train/loss", "optimizer.lr=0.001 (3 runs)",
+        "interquartile mean, 95 % interval",
+    } <= set(texts)  # fmt: skip
     first = Path("loss.svg").read_bytes()
     penstock("runs", "plot", *words, "file=loss.svg")
     assert Path("loss.svg").read_bytes() == first
@@ -113,10 +117,17 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(
 ) -> None:
     make(0, "1", {}, [4.0, 3.0, 2.0, 1.0])
     make(1, "1", {}, [2.0, 1.0])
-    said = penstock("runs", "plot", "metric=a.train/loss")
+    said = penstock("runs", "plot", "2026*", "metric=a.train/loss")
     assert said.out.splitlines()[1].split() == [
-        "a.train/loss", "all", "runs", "2", "2", "3", "2", "█▁",
+        "Loss:", "a", "2026*", "2", "2", "3", "2", "█▁",
     ]  # fmt: skip
+    own_files_differ = penstock("runs", "plot", "metric=a.train/loss", "file=one.svg")
+    assert [line.split()[2:4] for line in own_files_differ.out.splitlines()[1:3]] == [
+        ["20261121-031454-grpo-seed0", "1"], ["20261121-041454-grpo-seed1", "1"],
+    ]  # fmt: skip
+    picture = Path("one.svg").read_text()
+    assert "(1 run)" in picture
+    assert "interval" not in picture
 
 
 @pytest.mark.parametrize(
@@ -139,8 +150,10 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(
         (["plot", "state=gone", "metric=a.train/loss"],
          "there is no such run in 'runs'\n    penstock runs list says which there are"),
         (["compare"],
-         "penstock runs compare: expected two sets of runs, got 1: all runs\n    name two, such "
-         "as 'A*' 'B*', or give by=KEY, of which the runs have two values"),
+         "penstock runs compare: expected two sets of runs, got 6: 20261121-031454-grpo-seed0, "
+         "20261121-041454-grpo-seed1, 20261121-051454-grpo-seed2, 20261121-061454-grpo-seed3, "
+         "20261121-071454-grpo-seed4, 20261121-081454-grpo-seed5\n    name two, such as 'A*' 'B*', "
+         "or give by=KEY, of which the runs have two values"),
         (["compare", "by=seed", "key=x"],
          "penstock runs compare: expected two sets of runs, got 6: seed=0, seed=1, seed=2, "
          "seed=3, seed=4, seed=5\n    name two, such as 'A*' 'B*', or give by=KEY, of which the "

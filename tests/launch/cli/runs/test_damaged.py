@@ -61,7 +61,7 @@ def test_one_damaged_run_is_shown_with_its_fault_and_the_others_go_on(
     said = penstock("runs", "plot", "*", "metric=a.train/loss")
     assert said.code == 0, said.err
     assert said.err.startswith(f"penstock: run '{bad.id}' is left out: ")
-    assert said.out.splitlines()[1].split()[2] == "2"
+    assert said.out.splitlines()[1].split()[3] == "2"
     said = penstock("runs", "compare", "*seed1", "*seed[02]")
     assert said.code == 0, said.err
     assert f"run '{bad.id}' is left out: " in said.err
@@ -81,7 +81,7 @@ def test_a_metric_that_is_a_text_is_named_and_the_others_are_drawn(
     said = penstock("runs", "plot", "*", "metric=a.train/loss")
     assert said.code == 0, said.err
     assert f"run '{bad.id}' is left out: " in said.err
-    assert said.out.splitlines()[1].split()[2] == "2"
+    assert said.out.splitlines()[1].split()[3] == "2"
 
 
 @pytest.mark.timeout(20)

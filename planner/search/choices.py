@@ -3,9 +3,8 @@
 Memory binds the call groups of a group together: the resident bytes of all and the largest
 transient of any call must fit. A group's *front* on a mesh is every choice of one option per call
 group that fits and that no other choice that fits equals or beats in every duration. The search
-looks at those unless it is told to look at every choice: a list schedule can be faster with a call
-slowed down (3 of 3,785 random steps were, all with max_lag=1), but such a plan hangs on a
-coincidence of times.
+looks at those alone: a list schedule can be faster with a call slowed down (3 of 3,785 random steps
+were, all with max_lag=1), but such a plan hangs on a coincidence of times.
 """
 
 from __future__ import annotations
@@ -193,12 +192,10 @@ class Choices:
         space: Space,
         pins: Pins,
         *,
-        every_choice: bool = False,
         lagged: bool = False,
     ) -> None:
         self.calls, self.space, self.pins = tuple(calls), space, pins
         self._lagged = lagged
-        self.every_choice = every_choice
         self.sources = sources_of(calls)
         self.num_asked = 0
         self._table = table
@@ -266,10 +263,10 @@ class Choices:
         ]
         reduced.sort(key=lambda o: (sum(o.durations_s), o.resident_bytes))
         kept: list[CallGroupOption] = []
-        for option in reduced if not self.every_choice else ():
+        for option in reduced:
             if not any(better.covers(option) for better in kept):
                 kept = [other for other in kept if not option.covers(other)] + [option]
-        return tuple(reduced if self.every_choice else kept)
+        return tuple(kept)
 
     def load(self, check: Callable[[], None]) -> None:
         for index in self.indices:
@@ -360,17 +357,14 @@ class GroupChoices:
         memory, pools = self._choices.memory_bytes[index], self._pools(index)
         if not pools:
             return Front(())
-        every = self._choices.every_choice
-        fastest = None if every else together_fastest(pools, memory)
+        fastest = together_fastest(pools, memory)
         if fastest is not None:
             return Front((self._choice(fastest),) if work_s(fastest) < below_s else ())
         found, complete = fitting(pools, memory, below_s)
         if not complete:
             least = least_work(pools, memory, below_s)
             found += [least] if least else []
-        if not every:
-            found = unbeaten(found)
-        return Front(tuple(self._choice(options) for options in found), complete)
+        return Front(tuple(self._choice(options) for options in unbeaten(found)), complete)
 
     def _pools(self, index: Index) -> list[tuple[CallGroupOption, ...]]:
         choices = self._choices

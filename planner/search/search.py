@@ -74,7 +74,6 @@ def search(
     max_lag: int | tuple[int, ...],
     pins: Pins | None = None,
     deadline_s: float | None = None,
-    every_choice: bool = False,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The best assignment of a step's calls to a cluster.
@@ -87,8 +86,6 @@ def search(
         pins: What must be so.
         deadline_s: Seconds after which the best plan known is returned with its gap; shared out
             among the schedules.
-        every_choice: Also look at options that slow a call of a group down for nothing in return;
-            see `choices.py`. Exact to the last schedule, and slower.
         now_s: The clock.
 
     Raises:
@@ -109,7 +106,7 @@ def search(
     clock = _Clock(now_s, None)
     space = Space(cluster)
     choices = {
-        lagged: Choices(calls, table, space, pins, every_choice=every_choice, lagged=lagged)
+        lagged: Choices(calls, table, space, pins, lagged=lagged)
         for lagged in sorted({lag > 0 for lag in lags})
     }
     results: list[SearchResult] = []

@@ -78,13 +78,13 @@ def test_unbeaten_keeps_what_nothing_equals_or_beats_in_every_call() -> None:
 @pytest.mark.slow
 def test_too_many_choices_leave_a_gap_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = cluster_of((3, 2, device("a", 24)))
-    table = RandomTable(PPO, 11, max_options=6, missing=0.0)
-    full = search(PPO, table, cluster, max_lag=1, every_choice=True)
+    table = RandomTable(PPO, 11, max_options=12, missing=0.0)
+    full = search(PPO, table, cluster, max_lag=1)
     assert full.num_cut_short == 0
     for module in ("choices", "partition_search"):
-        monkeypatch.setattr(f"penstock.planner.search.{module}.MOST_COMBINED", 3)
-    assert choices.MOST_COMBINED == 3
-    short = search(PPO, table, cluster, max_lag=1, every_choice=True)
+        monkeypatch.setattr(f"penstock.planner.search.{module}.MOST_COMBINED", 1)
+    assert choices.MOST_COMBINED == 1
+    short = search(PPO, table, cluster, max_lag=1)
     assert short.num_cut_short > 0
     assert not short.stopped_at_deadline
     assert short.lower_bound_s <= full.step_time_s * (1 + 1e-12)

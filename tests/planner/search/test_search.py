@@ -87,19 +87,6 @@ def test_equals_brute_force(
     assert_uses_every_device_once(result.best, cluster)
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(steps(max_calls=5, min_calls=3), clusters(), st.integers(0, 1), st.integers(0, 10_000))
-def test_looking_at_every_choice_equals_brute_force_over_everything(
-    calls: tuple[CallNode, ...], cluster: ClusterSpec, max_lag: int, seed: int
-) -> None:
-    table = RandomTable(calls, seed)
-    plans = all_plans(calls, table, cluster, max_lag, everything=True)
-    if plans:
-        result = search(calls, table, cluster, max_lag=max_lag, every_choice=True)
-        assert_agrees(result, plans)
-
-
 def test_slowing_a_call_down_can_help_and_is_left_out_by_default() -> None:
     """The schedule is work-conserving: a call that ends sooner lets the wrong one begin."""
     calls = (
@@ -110,9 +97,8 @@ def test_slowing_a_call_down_can_help_and_is_left_out_by_default() -> None:
     )
     cluster, table = cluster_of((3, 1, device("b", 24))), RandomTable(calls, 50941)
     fast = search(calls, table, cluster, max_lag=1)
-    slow = search(calls, table, cluster, max_lag=1, every_choice=True)
     assert_agrees(fast, all_plans(calls, table, cluster, 1))
-    assert_agrees(slow, all_plans(calls, table, cluster, 1, everything=True))
+    slow, *_ = all_plans(calls, table, cluster, 1, everything=True)
     assert slow.step_time_s < fast.step_time_s
 
 

@@ -27,7 +27,12 @@ from penstock.dataflow.errors import InfeasibleError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import resolved
 from penstock.launch.placement.place import divide_groups
-from penstock.launch.placement.plan_request import SECTIONS, PlanRequest, plan_request
+from penstock.launch.placement.plan_request import (
+    SECTIONS,
+    LanguageRequest,
+    PlanRequest,
+    plan_request,
+)
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.layout import Layout, check_layout, pinned_layout
 from penstock.planner.plan.plan import Plan
@@ -197,7 +202,7 @@ def _engines(composed: Mapping[str, Any]) -> Any:
 
 
 def _modeled_calls(request: PlanRequest) -> Sequence[Call]:
-    assert request.workload is not None  # every step here has a language model
+    assert isinstance(request, LanguageRequest)  # every step here has a language model
     return calls_of(request.graph, request.workload, request.models)
 
 

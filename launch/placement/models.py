@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...algorithms.roles.language import Reward, RewardModel
 from ...algorithms.roles.language_tables import PreferencePairs
@@ -34,8 +34,12 @@ from ..inputs.data import Data, load_data
 from ..inputs.engines import asked_for, is_own
 from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run
+from ..inputs.sizes import train_items
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
+
+if TYPE_CHECKING:
+    from ...planner.search.options import Option
 
 _PROMPTS_MEASURED = 2000  # training prompts whose lengths stand for all
 _NO_SHAPE = ("folder", "hub")  # options of `model=` that are models only with a further key
@@ -277,6 +281,20 @@ class PlanInputs:
             updates_per_train=section.updates_per_train,
             passes_per_train=section.passes_per_train,
         )
+
+    def allows(self, workload: Workload) -> Callable[[str, Option], bool]:
+        """Whether a call group may have an option: the ranks of a call divide a step's items."""
+        per_step = {**self._algorithm.per_step}
+        per_step[next(iter(self.graph.sources))] = workload.num_prompts
+        items = train_items(self.graph, per_step)
+
+        def divides(_: str, option: Option) -> bool:
+            return all(
+                items.get(name, layout.dp) % layout.dp == 0 and layout.dp <= workload.num_prompts
+                for name, layout in option.layouts.items()
+            )
+
+        return divides
 
     def _prompts(self) -> Lengths:
         task = self._data.task

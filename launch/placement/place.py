@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...configs.schema import ExecutorConfig, RoleConfig, WorkloadConfig
 from ...dataflow.errors import ConfigError, PlanError, nearest
@@ -47,9 +47,6 @@ from .machine import (
     threads_of,
 )
 from .models import PlanInputs
-
-if TYPE_CHECKING:
-    from ...planner.search.options import Option
 
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
@@ -616,7 +613,7 @@ def choose(run: Run) -> Run:
     if isinstance(machine, str):
         return _one_rank(run, machine)
     task, notes = verifier_costs(run)
-    plan = _best(run, models, workload, machine, task)
+    plan = _best(run, inputs, models, workload, machine, task)
     assert plan.prediction is not None
     calibration = machine.calibration
     shapes = [model for model in models.values() if model is not None]
@@ -662,24 +659,19 @@ def _one_rank(run: Run, why: str) -> Run:
 
 def _best(
     run: Run,
+    inputs: PlanInputs,
     models: Mapping[str, ModelShape | None],
     workload: Workload,
     machine: PlannedMachine,
     task: TaskProfile | None,
 ) -> Plan:
     graph = run.main.graph
-    items = train_items(graph, run.main.config.per_step)
     engines, others = run.engines.planned(run.executor.transport)
     # Imported here: a run in one process plans nothing, and the search is 23 modules.
     from ...planner.plan.planner import plan_step
     from ...planner.search.pins import Pins
 
-    def divides(_: str, option: Option) -> bool:
-        return all(
-            items.get(name, layout.dp) % layout.dp == 0 and layout.dp <= workload.num_prompts
-            for name, layout in option.layouts.items()
-        )
-
+    pins = Pins(allows=inputs.allows(workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = halvings(machine.cluster.num_devices)
@@ -695,7 +687,7 @@ def _best(
                 constants=machine.constants(models),
                 engines=engines,
                 others=others,
-                pins=Pins(allows=divides),
+                pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
                 task=task,
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from typing_extensions import override
 
 from ...configs.references import load_yaml
 from ...configs.schema import PinsConfig, PlanConfig, PlanOptions
@@ -118,42 +120,70 @@ def _spans(events: Sequence[Mapping[str, Any]], graph: Graph) -> tuple[TaskSpan,
 SECTIONS = ("cluster", "workload", "plan")  # keys that a plan has and a run has not
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ABC):
     graph: Graph  # the recorded step
     models: Mapping[str, ModelShape | None]  # role -> shape, or None for a role without a model
     cluster: ClusterSpec  # where it is to run
-    workload: Workload | None  # how much one step computes; None without a language model
     lags: tuple[int, ...]  # how far generation may run ahead: what to compare
-    # how far a response may grow in a step, 0 for to its end: what to compare
-    segments: tuple[int, ...]
     # key and value of a schedule -> why the step cannot have it, of those that were to be compared
     refused: Mapping[str, str]
     # what to say of roles that are not planned for, of rates that are not known, and of what a run
     # would do that is not predicted
     notes: tuple[str, ...]
-    constants: Constants | None  # of the model of time; None without a language model
-    engines: RoleEngines  # what runs the calls
-    others: Mapping[str, RoleEngines]  # role -> what runs its calls instead
-    words: str  # the same as keys of the configuration
-    pins: Pins  # parts that are fixed
+    words: str = ""  # the engines as keys of the configuration
+    pins: Pins = Pins()  # parts that are fixed
     # file -> pins with which the step is to be planned as well, or a run
     compared: Mapping[str, Pins | Alternative]
     options: PlanOptions  # the section `plan`
     num_steps: int  # of the run, for what it costs
-    streaming: int  # parts in which a step's rows go on
-    # without a language model: the plan of where acting happens, on a cluster and under pins
-    acting: Callable[[ClusterSpec, Sequence[int], ActingPins], Plan] | None = None
-    acting_pins: ActingPins = ActingPins()
-    task: TaskProfile | None = None  # with one, what its verifiers cost
 
+    @abstractmethod
+    def plan(self) -> Plan: ...
+
+    @abstractmethod
+    def better_clusters(self) -> Mapping[str, ClusterSpec]:
+        """Name -> the cluster with something better, for `plan.sensitivity`."""
+
+    def kept(self, plan: Plan) -> Plan:
+        """The plan with what tells a run whether it was made for it: graph and engines."""
+        return plan.model_copy(update={"graph": self.graph.fingerprint, "engines": self.words})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActingRequest(PlanRequest):
+    """A request for a step without a language model, whose task was measured."""
+
+    run: Run
+    profile: TaskProfile
+
+    @override
+    def plan(self) -> Plan:
+        pins = self.options.pins.acting
+        made = acting_plan(self.run, self.profile, self.cluster, max_lag=self.lags, pins=pins)
+        return made.model_copy(update={"num_steps": self.num_steps})
+
+    @override
+    def better_clusters(self) -> Mapping[str, ClusterSpec]:
+        return with_more_cores(self.cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRequest(PlanRequest):
+    """A request for a step with a language model."""
+
+    workload: Workload  # how much one step computes
+    # how far a response may grow in a step, 0 for to its end: what to compare
+    segments: tuple[int, ...]
+    constants: Constants  # of the model of time
+    engines: RoleEngines  # what runs the calls
+    others: Mapping[str, RoleEngines]  # role -> what runs its calls instead
+    streaming: int  # parts in which a step's rows go on
+    task: TaskProfile | None  # with one, what its verifiers cost
+
+    @override
     def plan(self) -> Plan:
         """Search, in turn under each length of a segment: how far a response grows in a step."""
-        if self.acting is not None:
-            made = self.acting(self.cluster, self.lags, self.acting_pins)
-            return made.model_copy(update={"num_steps": self.num_steps})
-        assert self.workload is not None, "it has a language model"
-        assert self.constants is not None, "it has a language model"
         found: list[Plan] = []
         unfit: dict[int, InfeasibleError] = {}
         longest_s = self.options.deadline_s
@@ -183,9 +213,10 @@ class PlanRequest:
             raise next(iter(unfit.values()))
         return _fastest(found, unfit).model_copy(update={"num_steps": self.num_steps})
 
-    def kept(self, plan: Plan) -> Plan:
-        """The plan with what tells a run whether it was made for it: graph and engines."""
-        return plan.model_copy(update={"graph": self.graph.fingerprint, "engines": self.words})
+    @override
+    def better_clusters(self) -> Mapping[str, ClusterSpec]:
+        better = improved(self.cluster)
+        return better if self.task is None else {**better, **with_more_cores(self.cluster)}
 
 
 def _fastest(plans: Sequence[Plan], unfit: Iterable[int]) -> Plan:
@@ -232,7 +263,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     lags, segments, refused = _schedules(graph, schedule, options, composed)
     found.engines.check_generates(graph)
     engines, others = found.engines.planned(found.executor.transport)
-    calls = calls_of(graph, workload, models)
+    calls, allows = calls_of(graph, workload, models), inputs.allows(workload)
     shapes = [model for model in models.values() if model is not None]
     task, free = verifier_costs(found)
     verifying = {node.role for node in graph.nodes if task and node.name in task.verifiers}
@@ -247,7 +278,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         notes.append("schedule.streaming is not predicted of responses that go on in later steps")
     if schedule.in_flight:
         notes.append("schedule.in_flight is not predicted; weights come between two steps")
-    return PlanRequest(
+    return LanguageRequest(
         graph=graph,
         models=models,
         cluster=cluster,
@@ -260,11 +291,11 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         engines=engines,
         others=others,
         words=found.engines.words,
-        pins=pins_of(options.pins, calls, cluster),
+        pins=replace(pins_of(options.pins, calls, cluster), allows=allows),
         compared={
             name: measured_run(name, graph, workload)
             if Path(name).is_dir()
-            else pins_of_file(name, calls, cluster)
+            else replace(pins_of_file(name, calls, cluster), allows=allows)
             for name in options.compare
         },
         options=options,
@@ -276,8 +307,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
 
 def _acting_request(
     run: Run, options: PlanOptions, cluster: ClusterSpec, composed: Mapping[str, Any]
-) -> PlanRequest:
-    """The request of a step without a language model, whose task was measured."""
+) -> ActingRequest:
     graph = run.main.graph
     if not acting_nodes(graph):
         raise ConfigError(
@@ -289,40 +319,27 @@ def _acting_request(
     if options.pins != PinsConfig(acting=options.pins.acting):
         raise ConfigError(
             f"'plan.pins' fixes more than 'acting', and '{graph.name}' has no language model\n"
-            "    pin plan.pins.acting: inference, num_ranks, num_groups and num_overlapped"
+            f"    pin plan.pins.acting: {', '.join(ActingPins.model_fields)}"
         )
     profile = task_profile(run)
     if isinstance(profile, str):
         raise ConfigError(f"'task_profile': {profile}")
     lags, _, refused = _schedules(graph, run.config.schedule, options, composed)
-
-    def plan(on: ClusterSpec, max_lag: Sequence[int], pins: ActingPins) -> Plan:
-        return acting_plan(run, profile, on, max_lag=max_lag, pins=pins)
-
     notes = [
         f"times of one core are those of {profile.machine}: a faster core is not known of"
     ] if cluster.num_cores != profile.cores else []  # fmt: skip
-    engines, others = run.engines.planned(run.executor.transport)
-    return PlanRequest(
+    return ActingRequest(
         graph=graph,
         models=dict.fromkeys(graph.roles),
         cluster=cluster,
-        workload=None,
         lags=lags,
-        segments=(0,),
         refused=refused,
         notes=tuple(notes),
-        constants=None,
-        engines=engines,
-        others=others,
-        words="",
-        pins=Pins(),
         compared={name: measured_run(name, graph, None) for name in options.compare},
         options=options,
         num_steps=run.main.config.num_steps,
-        streaming=0,
-        acting=plan,
-        acting_pins=options.pins.acting,
+        run=run,
+        profile=profile,
     )
 
 
@@ -587,10 +604,7 @@ def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, .
     if others:
         tables.append(PlanComparison("compare", "what if", this, tuple(others), by_call=True))
     if request.options.sensitivity:
-        more = {} if request.acting is not None else improved(request.cluster)
-        if request.acting is not None or request.task is not None:
-            more |= with_more_cores(request.cluster)
-        better = _planned(request, more)
+        better = _planned(request, request.better_clusters())
         best = min(better, key=lambda one: one.step_s)
         change = change_text(best.step_s / this.step_s - 1)
         answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"

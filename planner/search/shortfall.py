@@ -48,7 +48,8 @@ def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> Inf
             return InfeasibleError(
                 f"'{call_group}' has no legal layout on cluster '{cluster}': on none of the "
                 f"{len(choices.indices)} meshes that a group can have does the table offer a "
-                "way to run it that the pins allow"
+                "way to run it that the pins and the number of rows allow\n    a train call has as "
+                "many rows on every rank: change the pins, the devices, or the prompts of a step"
             )
     for call_group in choices.calls_of:
         found = _alone(choices, call_group)

@@ -125,6 +125,21 @@ def test_sizes_follow_from_the_run_where_nothing_else_is_said(penstock: Penstock
 
 
 @pytest.mark.slow
+def test_ranks_divide_the_rows_of_what_is_planned(penstock: Penstock) -> None:
+    words = (
+        "model=qwen2.5-0.5b",
+        "cluster.devices_per_node=3",
+        "algorithm.per_step.prompts=7",
+        "workload.num_prompts=64",
+    )
+    nodes = asked(penstock, *words)["nodes"]
+    for name in ("actor.train", "critic.train"):
+        assert 64 % nodes[name]["layout"]["dp"] == 0
+    said = refused(penstock, *words, "plan.pins.layouts.actor.train.dp=3")
+    assert "that the pins and the number of rows allow" in said
+
+
+@pytest.mark.slow
 def test_auto_says_which_lag_wins_and_by_how_much(penstock: Penstock) -> None:
     found = asked(penstock, "schedule=auto")
     other = found["other_schedules"][0]

@@ -49,7 +49,9 @@ def refusal(sizes: Sizes, pins: Pins | None = None) -> str:
 def test_a_unit_that_runs_nowhere() -> None:
     assert refusal({("small", n): (1, 1) for n in (1, 2, 4)}) == (
         "'big' has no legal layout on cluster 'made-up': on none of the 3 meshes that a group can "
-        "have does the table offer a way to run it that the pins allow"
+        "have does the table offer a way to run it that the pins and the number of rows allow\n"
+        "    a train call has as many rows on every rank: change the pins, the devices, or the "
+        "prompts of a step"
     )
 
 

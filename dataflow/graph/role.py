@@ -229,6 +229,13 @@ class Worker:
         """
         return None
 
+    def frozen_weights(self) -> tuple[Any, Mapping[str, Tensor]] | None:
+        """What adapters stand on, as `weights_layout` and `local_tensors`; None without adapters.
+
+        A view has it only while it is awake, as it has the adapters.
+        """
+        return None
+
     def borrow(self, tensors: Mapping[str, Tensor]) -> None:
         """Have some of `local_tensors` be these tensors of another worker, and only read them."""
 

@@ -116,10 +116,12 @@ class ModelShape(BaseModel, frozen=True):
         layers = self.num_layers * self.layer_params + self.hidden_size
         return self.embedding_params + layers + self.head_params(head)
 
-    def sent_bytes(self, head: Head = "vocabulary") -> int:
-        if self.adapter_params:
-            return self.adapter_params * DTYPE_BYTES["float32"]
-        return self.num_params(head) * self.dtype_bytes
+    def sent_bytes(self, head: Head = "vocabulary", *, frozen: bool = False) -> int:
+        """Bytes of the weights that are trained, or with those that adapters stand on."""
+        adapters = self.adapter_params * DTYPE_BYTES["float32"]
+        return adapters + (
+            self.num_params(head) * self.dtype_bytes if frozen or not adapters else 0
+        )
 
     def active_params(self, head: Head = "vocabulary") -> int:
         out = self.hidden_size if head == "scalar" else self.embedding_params

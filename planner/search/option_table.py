@@ -404,7 +404,9 @@ class ModelTable:
             layout = plan.layout
             lacks = 1.0 - held * min(layout.tp, home.tp) * min(layout.pp, home.pp)
             # The difference of equal shares is not always zero.
-            move_s = self._sent_s(call, layout, mesh, lacks) if lacks > _NOTHING else 0.0
+            move_s = 0.0
+            if lacks > _NOTHING:
+                move_s = self._sent_s(call, layout, mesh, lacks, frozen=held > 0)
             found.append(plan._replace(move_s=move_s))
         return [way.plan for way in _unbeaten(found)]
 
@@ -422,7 +424,8 @@ class ModelTable:
         found = [way for plans in kept.values() for way in _unbeaten(plans)]
         # Sent everything, the best of them still beat others that are sent nothing.
         whole = _unbeaten(
-            way.plan._replace(move_s=self._sent_s(call, way.plan.layout, mesh)) for way in found
+            way.plan._replace(move_s=self._sent_s(call, way.plan.layout, mesh, frozen=True))
+            for way in found
         )
         return [
             way.plan
@@ -435,9 +438,14 @@ class ModelTable:
             )
         ]
 
-    def _sent_s(self, call: Call, layout: Layout, mesh: Mesh, lacks: float = 1.0) -> float:
-        """Seconds until each device has this share of what it holds of the model in a layout."""
-        size = lacks * call.model.sent_bytes(call.head) / (layout.tp * layout.pp)
+    def _sent_s(
+        self, call: Call, layout: Layout, mesh: Mesh, lacks: float = 1.0, *, frozen: bool = False
+    ) -> float:
+        """Seconds until each device has this share of what it holds of the model in a layout.
+
+        A view lacks `frozen` weights as well.
+        """
+        size = lacks * call.model.sent_bytes(call.head, frozen=frozen) / (layout.tp * layout.pp)
         return move_time(size, mesh, self._constants)
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:

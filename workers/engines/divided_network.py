@@ -304,6 +304,9 @@ class DividedNetwork:
     def weights_changed(self) -> None:
         """Nothing is derived from them."""
 
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        return None
+
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         # No process is left idle without need.
         return max(1, min(limit, -(-num_tokens // self.rows.num_ranks)))

@@ -93,6 +93,9 @@ class ModelWorker(Worker):
         """
         return self._network.tensors()
 
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        return self._network.frozen_weights()
+
     def weights_changed(self) -> None:
         self._network.weights_changed()
         if self._trainer is not None:
@@ -242,7 +245,8 @@ class ModelWorker(Worker):
             return False
         if self._weights_copy is None:
             self._network.weights_changed()  # so that nothing gathered of them is kept
-            self._weights_copy = dropped(self._network.tensors().values())
+            _, frozen = self.frozen_weights() or (None, {})
+            self._weights_copy = dropped([*self._network.tensors().values(), *frozen.values()])
         return True
 
     def wake_weights(self) -> None:

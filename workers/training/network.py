@@ -63,6 +63,10 @@ class Network(Protocol):
         """All that lies on the device between calls: weights and gradients."""
         ...
 
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        """The weights below adapters, with their layout; None without adapters."""
+        ...
+
     def gradients(self) -> list[Tensor]:
         """Those of `held_tensors` that `start_gradient` zeroes, as far as they exist."""
         ...
@@ -210,6 +214,9 @@ class WholeNetwork:
 
     def held_tensors(self) -> list[Tensor]:
         return [self.flat.data, *self.gradients()]
+
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        return None
 
     def gradients(self) -> list[Tensor]:
         return [] if self.flat.grad is None else [self.flat.grad]

@@ -52,8 +52,12 @@ def gather_view(
         )
     plan = view_plan(source, worker.weights_layout(), tuple(places))
     worker.borrow(in_place(plan, places[process], held, wanted))
+    below, lies = trained.frozen_weights(), worker.frozen_weights()
     with torch.no_grad():
         exchange(plan, places[process], held, worker.local_tensors() or {})
+        if below is not None and lies is not None:
+            plan = view_plan(below[0], lies[0], tuple(places))
+            exchange(plan, places[process], below[1], lies[1])
     worker.weights_changed()
 
 

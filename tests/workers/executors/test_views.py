@@ -19,6 +19,8 @@ from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import RecipeByGroup
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
+from penstock.workers.models.architecture import empty_model
+from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import SplitPolicySpec
 
@@ -181,6 +183,23 @@ def assert_equal(
         for within in (False, True)
     ]
     assert both[0] == both[1]
+
+
+def test_what_adapters_stand_on_is_there_only_while_a_view_generates(spawned: Backend) -> None:
+    run, lora = run_of("fsdp2"), LoraSpec(rank=2, alpha=4.0)
+    split: Any = run.workers["actor"]
+    adapted = SplitPolicySpec(
+        train=replace(split.train, lora=lora), rollout=replace(split.rollout, lora=lora)
+    )
+    run = replace(run, workers={**run.workers, "actor": adapted})
+    own = found(run, placed(run, within=True), spawned)
+    assert own == found(run, placed(run, within=False), spawned)
+    with Engine(
+        run.graph, placed(run, within=True), workers=run.workers, executor=spawned.executor()
+    ) as engine:
+        *_, last = engine.run(run.sources, 2)
+    held = sum(one.numel() * one.element_size() for one in empty_model(model().config).parameters())
+    assert last.metrics["actor.generate/slept_bytes"] > 2 * held  # in both processes
 
 
 def placed(run: runs.Run, *, within: bool) -> Placement:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.resharding.sharding import Sharding
 from ...models.lora import (
     AdapterDropout,
     LoraSpec,
@@ -194,6 +195,9 @@ class FsdpNetwork(DividedNetwork):
         self.weights_changed()
         frozen = [] if self.frozen is None else self.frozen.tensors().values()
         return [*self.tensors().values(), *frozen, *self._model.buffers(), *self.gradients()]
+
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        return None if self.frozen is None else (self.frozen.layout, self.frozen.tensors())
 
     def gradients(self) -> list[Tensor]:
         return [] if self._grad is None else [self._grad]

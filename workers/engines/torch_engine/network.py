@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ....algorithms.ops.distributions import entropy_of_logprobs
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.resharding.sharding import Sharding, unsharded
 from ...models.lora import AdapterDropout, LoraSpec, merge, save_adapter
 from ...models.spec import Head, ModelSpec
 from ...training.flat_parameters import FlatParameters
@@ -119,6 +120,15 @@ class TorchNetwork(WholeNetwork):
         """Words of a language model, those of all processes that divide it."""
         module: Any = self.module
         return module.config.vocab_size
+
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        if self._split is None or not self._split.lora:
+            return None
+        flat = self._split.frozen.flat
+        tensors = {name: flat.parameter(name).detach() for name in flat.names}
+        shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+        dtype = str(flat.data.dtype).removeprefix("torch.")
+        return unsharded(shapes, range(self.context.num_processes), dtype=dtype), tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all weights by whole tensors of their names."""

@@ -27,10 +27,12 @@ from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .declaration import tokens_alone
 from .generator import TorchGenerator
 from .network import (
+    FrozenWeights,
     SplitWeights,
     TorchNetwork,
     frozen_weights,
     is_empty,
+    lean_names,
     make_network,
     prepare_same_bits,
 )
@@ -136,7 +138,13 @@ class TorchModel:
                 return make_network(part_of_module(model, head, context), head, context)
             module = head.whole_model(model, context, context.device)
             return make_network(module, head, context)
-        frozen = frozen_weights(model, context, head)
+        if self.lora and is_empty(context, empty_model(model.config).base_model):
+            # It comes whenever the view wakes, so nothing else in the process may stand on it.
+            whole = part_of_module(model, head, context)
+            flat = FlatParameters(whole, lean_names(whole, head), empty=True)
+            frozen = FrozenWeights(whole, flat)
+        else:
+            frozen = frozen_weights(model, context, head)
         module = frozen.shared()
         if not self.lora:
             return make_network(module, head, context, SplitWeights(frozen, frozen.flat))
@@ -227,11 +235,16 @@ class TorchGeneratorPolicy(GeneratorPolicy):
         return self._network.layout
 
     @override
+    def frozen_weights(self) -> tuple[Sharding, dict[str, Tensor]] | None:
+        return self._network.frozen_weights()
+
+    @override
     def sleep_empty(self) -> bool:
         if not self.context.places:  # what has come from other processes is kept
             return False
         if self._dropped is None:
-            self._dropped = dropped(self._network.held_tensors())
+            _, frozen = self.frozen_weights() or (None, {})
+            self._dropped = dropped([*self._network.held_tensors(), *frozen.values()])
             self._gave_back(self._dropped.num_bytes)
         return True
 

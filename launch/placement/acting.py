@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +164,7 @@ def num_groups(run: Run) -> int | None:
     stage, acted = run.main, acted_in(run.spec)
     if acted is None or acted.group_size == AUTO:
         return None
-    rows = rows_of(stage, acting_nodes(stage.graph)[0])
+    rows = math.gcd(*(rows_of(stage, node) for node in acting_nodes(stage.graph)))
     given = acted.group_size
     size = given if isinstance(given, int) else rows // least_groups(stage)
     return -(-rows // max(1, size))

@@ -6,21 +6,23 @@ more than the cores there are:
 
     rollout = max(turns * round_s(k, groups of a rank), computing of all ranks / cores)
 
-Served, every turn also waits for a request, and one process answers all of them:
+Served, every turn also waits for a request, and S processes answer all of them:
 
-    rollout >= turns * G * (the actor's answer + the server's share of a request)
+    rollout >= turns * G * (the actor's answer + the server's share of a request) / S
 
-The other calls are as they were measured, and each costs what its executor adds to a call, once for
-each part of its rows that it is given. A step takes what the engine's scheduler makes of these
-times, and never less than all that is computed takes on the cores there are.
+The other calls are as they were measured, on the ranks that train; each costs what its executor
+adds to a call, once for each part of its rows that a rank is given. A step takes what the engine's
+scheduler makes of these times, and never less than all that is computed takes on the cores there
+are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import TypeAlias
 
 from ...dataflow.graph.graph import Graph
 from ...dataflow.kinds import NodeKind
@@ -38,20 +40,31 @@ class ActingLayout:
     num_ranks: int  # processes that act; with `inline` they train as well
     num_groups: int  # groups that a step's environments or games fall into
     num_overlapped: int  # of its groups, those that a process steps at the same time
+    num_trainers: int = 1  # processes that train and do not act; 0 with `inline`
+    num_servers: int = 0  # processes that only answer, with `served`
 
     @property
     def num_processes(self) -> int:
-        beside = {"inline": 0, "copied": 1, "served": 2, "served by the trainer": 1}
-        return self.num_ranks + beside[self.inference]
+        return self.num_ranks + self.num_computing
+
+    @property
+    def num_computing(self) -> int:
+        """Processes that train or answer, and do not act."""
+        return self.num_trainers + self.num_servers
 
     def __str__(self) -> str:
-        ranks = "process" if self.num_ranks == 1 else "processes"
         groups = "group" if self.num_groups == 1 else "groups"
         at_once = f", {self.num_overlapped} at once in each" if self.num_overlapped > 1 else ""
+        others = [f"{self.num_trainers} that train" if self.num_trainers > 1 else "",
+                  f"{self.num_servers} that answer" if self.num_servers > 1 else ""]  # fmt: skip
         return (
-            f"{self.inference}, {self.num_ranks} acting {ranks}, {self.num_groups} {groups} of "
-            f"environments{at_once}"
+            f"{self.inference}, {_processes(self.num_ranks)}, {self.num_groups} {groups} of "
+            f"environments{at_once}{''.join(f', {one}' for one in others if one)}"
         )
+
+
+def _processes(number: int) -> str:
+    return "1 acting process" if number == 1 else f"{number} acting processes"
 
 
 @dataclass(frozen=True)
@@ -68,38 +81,55 @@ class ActingTimes:
 
 
 def acting_times(
-    graph: Graph, profile: TaskProfile, layout: ActingLayout, cores: int
+    graph: Graph,
+    profile: TaskProfile,
+    layout: ActingLayout,
+    cores: int,
+    known: dict[tuple[object, ...], _Cost] | None = None,
 ) -> ActingTimes:
-    parts: dict[str, dict[str, float]] = {}
+    """Predict a layout; `known` keeps what layouts of the same step have in common."""
+    known = {} if known is None else known
+    parts: dict[str, Mapping[str, float]] = {}
     busy = dict.fromkeys(("acting", "learner"), 0.0)
-    cpu_s, call_s = 0.0, profile.executor.call_s
-    apart = layout.inference != "inline"
-    trainers = 1 if apart else layout.num_ranks
+    cpu_s, apart = 0.0, layout.inference != "inline"
     for node in graph.nodes:
         if node.kind is NodeKind.SOURCE:
             continue
-        if node.name in profile.loops:
-            found, computed_s = rollout_parts(profile, node.name, layout, cores)
-            where = "acting" if apart else "learner"
-        else:
-            work_s = profile.calls[node.name].on(trainers)
-            # Each part of the rows that acting ranks hand over is a call of its own.
-            num_parts = layout.num_ranks if apart and node.scope != "batch" else 1
-            found = {"work": work_s, "calls": num_parts * call_s}
-            computed_s = work_s * trainers + found["calls"]
-            where = "learner"
-        parts[node.name] = {name: seconds for name, seconds in found.items() if seconds}
-        busy[where] += sum(found.values())
+        acts = node.name in profile.loops
+        # Each part of the rows that acting ranks hand over is a call of its own.
+        num_parts = layout.num_ranks if apart and node.scope != "batch" else 1
+        trainers = layout.num_trainers if apart else layout.num_ranks
+        key = (node.name, layout) if acts else (node.name, num_parts, trainers)
+        if layout.inference != "served by the trainer" and acts:
+            key = (node.name, replace(layout, num_trainers=1))
+        if key not in known:
+            known[key] = (
+                rollout_parts(profile, node.name, layout, cores)
+                if acts
+                else _call_parts(profile, node.name, num_parts, trainers)
+            )
+        parts[node.name], computed_s = known[key]
+        where = "acting" if acts and apart else "learner"
+        busy[where] += sum(parts[node.name].values())
         cpu_s += computed_s
     return ActingTimes(parts, cpu_s, {name: s for name, s in busy.items() if s or apart})
 
 
-def rollout_parts(
-    profile: TaskProfile, call: str, layout: ActingLayout, cores: int
-) -> tuple[dict[str, float], float]:
+_Cost: TypeAlias = tuple[Mapping[str, float], float]  # parts of elapsed seconds; seconds of cores
+
+
+def _call_parts(profile: TaskProfile, call: str, num_parts: int, trainers: int) -> _Cost:
+    work_s = profile.calls[call].on(trainers)
+    found = {"work": work_s, "calls": -(-num_parts // trainers) * profile.executor.call_s}
+    computed_s = work_s * trainers + num_parts * profile.executor.call_s
+    return {name: seconds for name, seconds in found.items() if seconds}, computed_s
+
+
+def rollout_parts(profile: TaskProfile, call: str, layout: ActingLayout, cores: int) -> _Cost:
     """Parts of the elapsed seconds of a rollout, and the seconds of cores that it computes."""
-    executor, rows = profile.executor, profile.rows[call]
+    executor, rows = profile.executor, math.gcd(*profile.rows.values())
     loop = profile.loop(call, math.ceil(rows / layout.num_groups))
+    num_groups = layout.num_groups * profile.rows[call] // rows  # all calls' are of one size
     served = layout.inference.startswith("served")
     asks_s = executor.request_s if served else 0.0
     # The asking side computes about half of a request, and holds the interpreter meanwhile.
@@ -110,14 +140,15 @@ def rollout_parts(
         ask_s=loop.ask_s + asks_s,
         ask_cpu_s=asks_cpu_s if served else loop.ask_cpu_s,
     )
-    groups = math.ceil(layout.num_groups / layout.num_ranks)
+    groups = math.ceil(num_groups / layout.num_ranks)
     scale = profile.corrections.get(call, 1.0)
     turning_s = scale * loop.turns * round_s(alone, layout.num_overlapped, groups)
-    turns = loop.turns * layout.num_groups
+    turns = loop.turns * num_groups
     per_turn_s = loop.step_cpu_s + loop.other_cpu_s + loop.ask_cpu_s
     per_turn_s += executor.request_cpu_s if served else 0.0
     computed_s = scale * turns * per_turn_s
-    answering_s = scale * turns * (loop.ask_cpu_s + asks_cpu_s) if served else 0.0
+    answering = layout.num_servers or layout.num_trainers
+    answering_s = scale * turns * (loop.ask_cpu_s + asks_cpu_s) / answering if served else 0.0
     # Blom's approximation of the largest of n standard normal numbers, for the slowest of n ranks
     slowest = NormalDist().inv_cdf((layout.num_ranks - 0.375) / (layout.num_ranks + 0.25))
     spread_s = scale * slowest * loop.spread_s * math.sqrt(loop.turns * groups)
@@ -128,4 +159,5 @@ def rollout_parts(
     parts["calls"] = executor.call_s
     if layout.inference in ("copied", "served"):
         parts["weight_move"] = executor.publish_s or 0.0
+    parts = {name: seconds for name, seconds in parts.items() if seconds}
     return parts, computed_s + executor.call_s * layout.num_ranks

@@ -21,7 +21,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 Inference = Literal["inline", "copied", "served", "served by the trainer"]
 """The copy of a policy that answers: in the group that trains and acts, in each acting process, in
-a process that does nothing else, or in the one that trains."""
+processes that do nothing else, or in those that train."""
 
 
 class ActingPins(PlanData):
@@ -35,6 +35,10 @@ class ActingPins(PlanData):
     """Groups that the environments or games of a step fall into."""
     num_overlapped: AtLeastOne | None = None
     """Groups that a process steps at the same time."""
+    num_trainers: AtLeastOne | None = None
+    """Processes that train and do not act."""
+    num_servers: AtLeastOne | None = None
+    """Processes that do nothing but answer, where actions are `served`."""
 
     def allows(self, layout: object) -> bool:
         fixed = self.model_dump(exclude_none=True)

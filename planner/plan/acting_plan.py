@@ -1,9 +1,11 @@
 """The plan of a step that acts in environments or games and has no language model.
 
-The search looks at every layout of acting: which copy of the policy answers, in how many processes,
-of how many groups, and how many of them each process overlaps. A layout is bounded from below by
-its busiest group and by what it computes on the cores there are; the scheduler plays through those
-whose bound is below the best step so far, the most promising first. So the best one is proved.
+The search looks at every layout of acting: which copy of the policy answers, in how many processes
+acting, training and answering happen, of how many groups, and how many of them each process
+overlaps. A layout is bounded from below by its busiest group, by what it computes on the cores
+there are, and by the calls from acting to training that follow each other; the scheduler plays
+through those whose bound is below the best step so far, the most promising first. So the best one
+is proved.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
@@ -25,7 +27,7 @@ from .plan import GroupPlan, NodePrediction, OtherSchedule, Plan, Prediction, Ru
 from .simulate import simulate
 
 _SAME = 1e-9  # step times that differ by a smaller share are equal
-_MOST_GROUPS = 4096  # into which the rows of a step may be divided
+_MOST_GROUPS = 1 << 18  # into which the rows of a step may be divided
 _MOST_OVERLAPPED = 64  # groups that a process steps at the same time
 
 
@@ -66,9 +68,10 @@ def plan_acting(
     _check_known(graph, profile)
     check_cores(cluster)
     cores = cluster.num_cores
+    num_gpus = None if cluster.device_type == "cpu" else cluster.num_devices
     found = [
         layout
-        for layout in layouts(graph, profile, cores, num_groups, pins)
+        for layout in layouts(graph, profile, cores, num_groups, pins, num_gpus)
         if _fits(layout, profile, cluster)
     ]
     if not found:
@@ -84,9 +87,14 @@ def search_acting(
 ) -> list[Tried]:
     """All layouts under one lag, the fastest first; the first two at least are played through."""
     tried: list[Tried] = []
+    known: dict[tuple[object, ...], Any] = {}
+    chains = [chain for name in profile.loops for chain in _chains(graph, name)]
     for layout in found:
-        times = acting_times(graph, profile, layout, cores)
-        bound_s = max(times.cpu_s / cores, *times.busy_s.values())
+        times = acting_times(graph, profile, layout, cores, known)
+        durations_s = times.durations_s
+        # So long after acting the weights are there that acting of `max_lag` + 1 steps later reads.
+        cycles_s = [sum(map(durations_s.__getitem__, c)) / (max_lag + 1) for c in chains]
+        bound_s = max(times.cpu_s / cores, *times.busy_s.values(), *cycles_s)
         tried.append(Tried(layout, max_lag, times, bound_s, bound_s))
     played: list[Tried] = []
     best_s = second_s = math.inf
@@ -96,6 +104,18 @@ def search_acting(
             best_s, second_s = sorted((best_s, second_s, one.step_time_s))[:2]
         played.append(one)
     return sorted(played, key=lambda one: (one.step_time_s, one.layout.num_processes, one.layout))
+
+
+def _chains(graph: Graph, acts: str) -> list[list[str]]:
+    """Calls one after another, from one that acts to those that train what it reads."""
+    read, found = {one.role for one in graph[acts].reads}, list[list[str]]()
+    begun = [[acts]]
+    for chain in begun:
+        last = graph[chain[-1]]
+        if last.kind is NodeKind.TRAIN and last.role in read:
+            found.append(chain)
+        begun += [[*chain, name] for name in graph.consumers(last.name)]
+    return found
 
 
 def play(graph: Graph, profile: TaskProfile, one: Tried, cores: int) -> Tried:
@@ -115,9 +135,14 @@ def play(graph: Graph, profile: TaskProfile, one: Tried, cores: int) -> Tried:
 
 
 def layouts(
-    graph: Graph, profile: TaskProfile, cores: int, num_groups: int | None, pins: ActingPins
+    graph: Graph,
+    profile: TaskProfile,
+    cores: int,
+    num_groups: int | None,
+    pins: ActingPins,
+    num_gpus: int | None = None,
 ) -> Iterator[ActingLayout]:
-    """Every layout that the step can have, and the pins allow."""
+    """Every layout that the step can have and the pins allow; GPUs train and answer."""
     rows = math.gcd(*profile.rows.values())
     # Groups have equal sizes, as the profile takes them for equally long.
     most_groups = min(rows // profile.team, _MOST_GROUPS)
@@ -128,15 +153,31 @@ def layouts(
     ]
     at_once = _MOST_OVERLAPPED if profile.overlaps else 1
     measured = ("inline",) if profile.executor.publish_s is None else get_args(Inference)
+    most = num_gpus or cores
+    most_trainers = most if _divides(graph, profile) else 1
     for groups in every if num_groups is None else [num_groups]:
         for inference in measured:
-            most = 1 if inference == "inline" and not _divides(graph, profile) else cores
-            for ranks in _numbers(min(most, groups), pins.num_ranks):
+            inline = inference == "inline"
+            ranks_most = most_trainers if inline else cores
+            for ranks in _numbers(min(ranks_most, groups), pins.num_ranks):
+                if inline and rows % ranks:  # each rank trains on as many rows
+                    continue
                 each = -(-groups // ranks)
+                served = inference == "served"
+                pairs = [
+                    (trainers, servers)
+                    for servers in (_numbers(min(most, ranks), pins.num_servers) if served else [0])
+                    for trainers in _numbers(
+                        min(most_trainers, num_gpus - servers if num_gpus else cores),
+                        pins.num_trainers,
+                    )
+                    if rows % trainers == 0
+                ]
                 for overlapped in _numbers(min(each, at_once), pins.num_overlapped):
-                    layout = ActingLayout(inference, ranks, groups, overlapped)
-                    if pins.allows(layout):
-                        yield layout
+                    for pair in [(0, 0)] if inline else pairs:
+                        layout = ActingLayout(inference, ranks, groups, overlapped, *pair)
+                        if pins.allows(layout):
+                            yield layout
 
 
 def _numbers(most: int, pinned: int | None) -> list[int]:
@@ -144,7 +185,7 @@ def _numbers(most: int, pinned: int | None) -> list[int]:
     if pinned is not None:
         return [pinned] if pinned <= most else []
     powers = {1 << power for power in range(most.bit_length())}
-    return sorted({*range(1, min(most, 4) + 1), *powers, most})
+    return sorted({*range(1, min(most, 4) + 1), *powers, most} - {0})
 
 
 def _divides(graph: Graph, profile: TaskProfile) -> bool:
@@ -238,11 +279,11 @@ def _groups(
 ) -> tuple[GroupPlan, ...]:
     """The groups of a layout; over several nodes of CPUs their devices say on which each is."""
     actors = dict.fromkeys(role for call in profile.loops for role in graph[call].roles_given)
-    sizes = {"learner": 1, "acting": layout.num_ranks}
+    sizes = {"learner": layout.num_trainers, "acting": layout.num_ranks}
     if layout.inference == "inline":
         sizes = {"all": layout.num_ranks}
     elif layout.inference == "served":
-        sizes["policy"] = 1
+        sizes["policy"] = layout.num_servers
     server = {"served": "policy", "served by the trainer": "learner"}.get(layout.inference)
     spreads = cluster is not None and _spreads(cluster)
     groups: list[GroupPlan] = []

@@ -137,7 +137,8 @@ REFUSED = {
     "pins of a language model": (
         ("task_profile=task_profile.json", "plan.pins.num_devices.env=2"),
         "penstock: 'plan.pins' fixes more than 'acting', and 'env_ppo' has no language model\n"
-        "    pin plan.pins.acting: inference, num_ranks, num_groups and num_overlapped\n",
+        "    pin plan.pins.acting: inference, num_ranks, num_groups, num_overlapped, num_trainers, "
+        "num_servers\n",
     ),
     "cores that are not there": (
         ("task_profile=task_profile.json", "plan.pins.acting.num_ranks=3"),

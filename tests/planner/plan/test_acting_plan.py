@@ -134,6 +134,18 @@ def test_the_slowest_of_more_processes_takes_longer() -> None:
         assert extra_s[n - 1] == pytest.approx(expected * 1e-3 * 32**0.5, rel=0.05)
 
 
+def test_calls_with_different_rows_have_groups_of_one_size() -> None:
+    found = profile(ppo(), loop(4, 1e-3), loop(8, 2e-3))
+    both = {"env.rollout": (loop(4, 1e-3),), "other.rollout": (loop(4, 1e-3),)}
+    rows = {"env.rollout": 8, "other.rollout": 24}
+    found = found.model_copy(update={"loops": both, "rows": rows})
+    layout = ActingLayout("inline", 1, 2, 1)
+    (one, _), (three, _) = (rollout_parts(found, call, layout, 2) for call in rows)
+    # Groups of 4: two of the one call, six of the other.
+    assert one["environments"] + one["actor"] == pytest.approx(2 * 32 * 1.1e-3)
+    assert three["environments"] == pytest.approx(3 * one["environments"])
+
+
 def test_environments_that_wait_are_overlapped_and_those_that_compute_have_a_process_each() -> None:
     graph = ppo()
     sleeping = planned(graph, profile(graph, loop(1, 5e-3, 0.01), loop(8, 4e-2, 0.01)))
@@ -187,31 +199,43 @@ def test_games_are_placed_with_both_of_their_players() -> None:
     plan.placement(graph)
 
 
-def _random_case(number: int) -> tuple[Graph, TaskProfile, int, tuple[int, ...]]:
+GRAPHS = {
+    "ppo": ppo,
+    "impala": lambda: build(impala_step, cfg=Impala(horizon=32)),
+    "dqn": lambda: build(dqn_step, cfg=DQN()),  # its replay keeps training on one rank
+    "games": lambda: build(self_play_step, cfg=SelfPlay()),
+}
+
+
+def _random_case(number: int) -> tuple[Graph, TaskProfile, int, tuple[int, ...], ActingPins]:
     rng = random.Random(number)
-    graph = ppo() if number % 2 else build(impala_step, cfg=Impala(horizon=32))
+    kind = list(GRAPHS)[number % 4]
+    graph, acts = GRAPHS[kind](), "board.play" if kind == "games" else "env.rollout"
     step_s, share = 10 ** rng.uniform(-5, -2), rng.choice([0.01, 0.5, 1.0])
     ask_s = 10 ** rng.uniform(-5, -3)
     found = profile(
         graph,
         loop(1, step_s / 4, share, ask_s),
         loop(4, step_s, share, 2 * ask_s),
+        acts=acts,
         two_ranks=rng.choice([None, 3e-3]),
         call_s=10 ** rng.uniform(-4, -2),
         request_s=10 ** rng.uniform(-5, -3),
+        overlaps=kind != "games",
     )
-    lags = (0, 1) if number % 2 == 0 else (0,)
-    return graph, found, rng.choice([1, 2, 4]), lags
+    lags = (0, 1) if kind == "impala" else (0,)
+    some = [ActingPins(), ActingPins(num_groups=2), ActingPins(inference="served")]
+    return graph, found, rng.choice([2, 3, 4]), lags, rng.choice(some)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(15))
 def test_the_search_equals_brute_force(number: int) -> None:
-    graph, found, cores, lags = _random_case(number)
-    plan = planned(graph, found, cluster(cores), max_lag=lags)
+    graph, found, cores, lags, pins = _random_case(number)
+    plan = planned(graph, found, cluster(cores), max_lag=lags, pins=pins)
     every = [
         play(graph, found, Tried(one, lag, acting_times(graph, found, one, cores), 0.0, 0.0), cores)
-        for one in layouts(graph, found, cores, None, ActingPins())
+        for one in layouts(graph, found, cores, None, pins)
         for lag in lags
     ]
     best_s = min(one.step_time_s for one in every)
@@ -223,6 +247,22 @@ def test_the_search_equals_brute_force(number: int) -> None:
     for lag, step_s in others.items():
         best_s = min(one.step_time_s for one in every if one.max_lag == lag)
         assert step_s == pytest.approx(best_s, rel=1e-9)
+
+
+def test_more_processes_answer_and_train_where_one_is_the_bottleneck() -> None:
+    graph = GRAPHS["impala"]()
+    found = profile(graph, loop(1, 1e-3, 1.0, 1e-3), loop(64, 6e-2, 1.0, 2e-3), two_ranks=2.6e-3)
+    found = found.model_copy(update={"process_bytes": 0})
+    pins = ActingPins(inference="served")
+    many = planned(graph, found, cluster(64), max_lag=(1,), pins=pins)
+    assert many.group("policy").num_ranks > 1
+    one = planned(
+        graph, found, cluster(64), max_lag=(1,), pins=ActingPins(num_trainers=1, num_servers=1)
+    )
+    assert many.prediction is not None
+    assert one.prediction is not None
+    assert many.prediction.step_time_s < one.prediction.step_time_s
+    many.placement(graph)
 
 
 def test_a_plan_says_what_it_chose_and_why() -> None:

@@ -287,17 +287,20 @@ def _verifier(node: Node, spec: Any, tables: dict[str, Any], seconds: float) -> 
         whole_s = min(score(taken), score(taken))
         item_cpu_s = (cpu_s() - before_s) / (2 * len(taken))
         num_bytes = [child.memory_info().rss for child in own.children()] if several else []
-    # A response in a batch is spared what a call costs; a judge answers several at once.
-    item_s = tuple(sorted(whole_s / sum(least_s) * seconds for seconds in least_s))
-    crowded, batch = 1.0, [*taken] * cores
-    if several:
+    # A response in a batch is spared what a call costs. A judge is asked for several at once.
+    asks = getattr(spec, "concurrency", 1)
+    spared = whole_s / sum(least_s) if asks == 1 else 1.0
+    item_s = tuple(sorted(spared * seconds for seconds in least_s))
+    at_once, crowded = cores if several else asks, 1.0
+    if at_once > 1:
+        batch = [*taken] * (cores if several else -(-asks // len(taken)))
         with scorer(cores) as score:
             crowd_s = min(score(batch), score(batch))
-        crowded = max(1.0, crowd_s / makespan_s(item_s, len(batch), cores))
+        crowded = max(1.0, crowd_s / makespan_s(item_s, len(batch), at_once))
     return VerifierProfile(
         item_s=item_s,
         item_cpu_s=min(item_cpu_s, sum(item_s) / len(item_s)),
-        at_once=cores if several else 1,
+        at_once=at_once,
         crowded=crowded,
         most=MOST_PROCESSES if several else None,
         process_bytes=max(num_bytes, default=0),

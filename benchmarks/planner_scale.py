@@ -107,8 +107,6 @@ def row_of(num_nodes: int, max_lag: int, cpu_s: float, result: SearchResult) -> 
         "lower_bound_s": result.lower_bound_s,
         "stopped_at_deadline": result.stopped_at_deadline,
         "table_asked": result.num_asked,
-        "boxes": result.num_boxes,
-        "schedules_played": result.num_played,
         "plan": str(result.best),
     }
 
@@ -158,8 +156,7 @@ def main() -> None:
             cpu_s = time.process_time() - began_s
             rows.append(row_of(num_nodes, max_lag, cpu_s, result))
             print(f"{rows[-1]['num_devices']} GPUs, max_lag {max_lag}: {result.best}")
-    head = ["num_devices", "max_lag", "search_time_s", "cpu_s", "gap", "table_asked", "boxes",
-            "schedules_played"]  # fmt: skip
+    head = ["num_devices", "max_lag", "search_time_s", "cpu_s", "gap", "table_asked"]
     print(table(head, [[row[key] for key in head] for row in rows]))
     if args.svg:
         draw(rows, args.svg)

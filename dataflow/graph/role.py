@@ -230,9 +230,9 @@ class Worker:
         return None
 
     def frozen_weights(self) -> tuple[Any, Mapping[str, Tensor]] | None:
-        """What adapters stand on, as `weights_layout` and `local_tensors`; None without adapters.
+        """The weights below adapters, like `weights_layout` and `local_tensors`; None without any.
 
-        A view has it only while it is awake, as it has the adapters.
+        A view has them only while it is awake.
         """
         return None
 

@@ -284,17 +284,12 @@ class PlanInputs:
 
     def allows(self, workload: Workload) -> Callable[[str, Option], bool]:
         """Whether a call group may have an option: the ranks of a call divide a step's items."""
-        per_step = {**self._algorithm.per_step}
-        per_step[next(iter(self.graph.sources))] = workload.num_prompts
-        items = train_items(self.graph, per_step)
-
-        def divides(_: str, option: Option) -> bool:
-            return all(
-                items.get(name, layout.dp) % layout.dp == 0 and layout.dp <= workload.num_prompts
-                for name, layout in option.layouts.items()
-            )
-
-        return divides
+        per_step = {next(iter(self.graph.sources)): workload.num_prompts}
+        items = train_items(self.graph, {**self._algorithm.per_step, **per_step})
+        return lambda _, option: all(
+            items.get(name, layout.dp) % layout.dp == 0 and layout.dp <= workload.num_prompts
+            for name, layout in option.layouts.items()
+        )
 
     def _prompts(self) -> Lengths:
         task = self._data.task

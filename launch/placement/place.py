@@ -671,7 +671,6 @@ def _best(
     from ...planner.plan.planner import plan_step
     from ...planner.search.pins import Pins
 
-    pins = Pins(allows=inputs.allows(workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = halvings(machine.cluster.num_devices)
@@ -687,7 +686,7 @@ def _best(
                 constants=machine.constants(models),
                 engines=engines,
                 others=others,
-                pins=pins,
+                pins=Pins(allows=inputs.allows(workload)),
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
                 task=task,
             )

@@ -152,10 +152,8 @@ class PlanRequest(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ActingRequest(PlanRequest):
-    """A request for a step without a language model, whose task was measured."""
-
     run: Run
-    profile: TaskProfile
+    profile: TaskProfile  # of its task; there is no language model
 
     @override
     def plan(self) -> Plan:
@@ -170,8 +168,6 @@ class ActingRequest(PlanRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRequest(PlanRequest):
-    """A request for a step with a language model."""
-
     workload: Workload  # how much one step computes
     # how far a response may grow in a step, 0 for to its end: what to compare
     segments: tuple[int, ...]

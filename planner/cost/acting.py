@@ -12,8 +12,7 @@ Served, every turn also waits for a request, and S processes answer all of them:
 
 The other calls are as they were measured, on the ranks that train; each costs what its executor
 adds to a call, once for each part of its rows that a rank is given. A step takes what the engine's
-scheduler makes of these times, and never less than all that is computed takes on the cores there
-are.
+scheduler makes of these times, and never less than its cores need for all that is computed.
 """
 
 from __future__ import annotations
@@ -45,26 +44,18 @@ class ActingLayout:
 
     @property
     def num_processes(self) -> int:
-        return self.num_ranks + self.num_computing
-
-    @property
-    def num_computing(self) -> int:
-        """Processes that train or answer, and do not act."""
-        return self.num_trainers + self.num_servers
+        return self.num_ranks + self.num_trainers + self.num_servers
 
     def __str__(self) -> str:
+        ranks = "process" if self.num_ranks == 1 else "processes"
         groups = "group" if self.num_groups == 1 else "groups"
         at_once = f", {self.num_overlapped} at once in each" if self.num_overlapped > 1 else ""
-        others = [f"{self.num_trainers} that train" if self.num_trainers > 1 else "",
-                  f"{self.num_servers} that answer" if self.num_servers > 1 else ""]  # fmt: skip
+        trains = f", {self.num_trainers} that train" if self.num_trainers > 1 else ""
+        answers = f", {self.num_servers} that answer" if self.num_servers > 1 else ""
         return (
-            f"{self.inference}, {_processes(self.num_ranks)}, {self.num_groups} {groups} of "
-            f"environments{at_once}{''.join(f', {one}' for one in others if one)}"
+            f"{self.inference}, {self.num_ranks} acting {ranks}, {self.num_groups} {groups} of "
+            f"environments{at_once}{trains}{answers}"
         )
-
-
-def _processes(number: int) -> str:
-    return "1 acting process" if number == 1 else f"{number} acting processes"
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ def acting_times(
         num_parts = layout.num_ranks if apart and node.scope != "batch" else 1
         trainers = layout.num_trainers if apart else layout.num_ranks
         key = (node.name, layout) if acts else (node.name, num_parts, trainers)
-        if layout.inference != "served by the trainer" and acts:
+        if acts and layout.inference != "served by the trainer":
             key = (node.name, replace(layout, num_trainers=1))
         if key not in known:
             known[key] = (

@@ -4,8 +4,7 @@ The search looks at every layout of acting: which copy of the policy answers, in
 acting, training and answering happen, of how many groups, and how many of them each process
 overlaps. A layout is bounded from below by its busiest group, by what it computes on the cores
 there are, and by the calls from acting to training that follow each other; the scheduler plays
-through those whose bound is below the best step so far, the most promising first. So the best one
-is proved.
+through those whose bound is below the best step so far, the most promising first.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def search_acting(
     graph: Graph, profile: TaskProfile, found: Sequence[ActingLayout], max_lag: int, cores: int
 ) -> list[Tried]:
     """All layouts under one lag, the fastest first; the first two at least are played through."""
-    tried: list[Tried] = []
-    known: dict[tuple[object, ...], Any] = {}
+    tried, known = list[Tried](), dict[tuple[object, ...], Any]()
     chains = [chain for name in profile.loops for chain in _chains(graph, name)]
     for layout in found:
         times = acting_times(graph, profile, layout, cores, known)
@@ -153,27 +151,26 @@ def layouts(
     ]
     at_once = _MOST_OVERLAPPED if profile.overlaps else 1
     measured = ("inline",) if profile.executor.publish_s is None else get_args(Inference)
-    most = num_gpus or cores
+    on_gpus, most = num_gpus is not None, num_gpus or cores
     most_trainers = most if _divides(graph, profile) else 1
     for groups in every if num_groups is None else [num_groups]:
         for inference in measured:
             inline = inference == "inline"
-            ranks_most = most_trainers if inline else cores
-            for ranks in _numbers(min(ranks_most, groups), pins.num_ranks):
+            for ranks in _numbers(min(most_trainers if inline else cores, groups), pins.num_ranks):
                 if inline and rows % ranks:  # each rank trains on as many rows
                     continue
-                each = -(-groups // ranks)
-                served = inference == "served"
+                servers = [0]
+                if inference == "served":
+                    servers = _numbers(min(most, ranks), pins.num_servers)
                 pairs = [
-                    (trainers, servers)
-                    for servers in (_numbers(min(most, ranks), pins.num_servers) if served else [0])
+                    (trainers, answering)
+                    for answering in servers
                     for trainers in _numbers(
-                        min(most_trainers, num_gpus - servers if num_gpus else cores),
-                        pins.num_trainers,
+                        min(most_trainers, most - answering * on_gpus), pins.num_trainers
                     )
                     if rows % trainers == 0
                 ]
-                for overlapped in _numbers(min(each, at_once), pins.num_overlapped):
+                for overlapped in _numbers(min(-(-groups // ranks), at_once), pins.num_overlapped):
                     for pair in [(0, 0)] if inline else pairs:
                         layout = ActingLayout(inference, ranks, groups, overlapped, *pair)
                         if pins.allows(layout):

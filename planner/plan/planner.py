@@ -355,7 +355,10 @@ def plan_step(
     )
     if verifiers:
         check_cores(cluster)
-    nodes = _in_order(graph, calls, verifiers)
+    needs = needs_of(graph, {call.name for call in (*calls, *verifiers)})
+    own = (CallNode(one.name, one.name, needs[one.name], one.role) for one in verifiers)
+    order = [node.name for node in graph.nodes]
+    nodes = tuple(sorted((*call_nodes(calls), *own), key=lambda node: order.index(node.name)))
     table = ModelTable(
         calls,
         constants,
@@ -380,15 +383,6 @@ def plan_step(
         raise refusal(calls, table, cluster, error) from None
     writer = _Writer(graph, calls, nodes, table, cluster, found, verifiers, task)
     return writer.plan(workload, constants, streaming)
-
-
-def _in_order(
-    graph: Graph, calls: Sequence[Call], verifiers: Sequence[Verifier]
-) -> tuple[CallNode, ...]:
-    needs = needs_of(graph, {call.name for call in (*calls, *verifiers)})
-    own = (CallNode(one.name, one.name, needs[one.name], one.role) for one in verifiers)
-    order = [node.name for node in graph.nodes]
-    return tuple(sorted((*call_nodes(calls), *own), key=lambda node: order.index(node.name)))
 
 
 def _check_pins(
@@ -613,7 +607,12 @@ class _Writer:
                                  if c.name in plans},
                 capacity_bytes=group.mesh.memory_bytes,
             )  # fmt: skip
-        nodes = {call.name: _node(times[call.name]) for call in self.calls}
+        nodes: dict[str, NodePrediction] = {}
+        for call in self.calls:
+            plan = times[call.name]
+            moves = {"weight_move": plan.move_s} if plan.move_s else {}
+            parts_s = {**plan.time.parts(), **moves}
+            nodes[call.name] = NodePrediction(duration_s=plan.duration_s, parts_s=parts_s)
         for one in self.verifiers:
             s = found.best.durations_s[one.name]
             nodes[one.name] = NodePrediction(duration_s=s, parts_s={"verification": s})
@@ -648,10 +647,3 @@ def _short(call_group: str) -> str:
 
 def _bytes(parts: Parts) -> dict[str, int]:
     return {name: size for name, size in parts._asdict().items() if size}
-
-
-def _node(plan: CallPlan) -> NodePrediction:
-    parts = dict(plan.time.parts())
-    if plan.move_s:
-        parts["weight_move"] = plan.move_s
-    return NodePrediction(duration_s=plan.duration_s, parts_s=parts)

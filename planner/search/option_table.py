@@ -441,10 +441,7 @@ class ModelTable:
     def _sent_s(
         self, call: Call, layout: Layout, mesh: Mesh, lacks: float = 1.0, *, frozen: bool = False
     ) -> float:
-        """Seconds until each device has this share of what it holds of the model in a layout.
-
-        A view lacks `frozen` weights as well.
-        """
+        """Seconds until devices have this share of their parts; a view lacks `frozen` ones too."""
         size = lacks * call.model.sent_bytes(call.head, frozen=frozen) / (layout.tp * layout.pp)
         return move_time(size, mesh, self._constants)
 

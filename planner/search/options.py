@@ -151,8 +151,6 @@ class SearchResult:
     lower_bound_s: float  # no assignment takes less, under the schedule of `best`
     # the best with other groups or other device counts; None if there is no other
     runner_up: Assignment | None
-    num_played: int  # schedules played
-    num_boxes: int  # sets of allocations bounded
     num_asked: int  # times that the option table was asked
     search_time_s: float  # how long it took, by the clock
     stopped_at_deadline: bool  # whether the clock ended it; the result then depends on the machine

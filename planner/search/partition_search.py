@@ -47,7 +47,7 @@ class Branch:
         self._num_calls = len(choices.calls)
         self.open = self._grid.nothing()
         self.least_s = self.dropped_s = inf
-        self.num_played = self.num_boxes = self.num_cut_short = 0
+        self.num_cut_short = 0
 
     def root(self) -> Boxes:
         return self.bounded(self._grid.root())
@@ -74,7 +74,6 @@ class Branch:
         for k, group in enumerate(self._groups):
             durations_s[list(group.calls)] = group.range_min(low[:, k], high[:, k]).T
         can = np.isfinite(durations_s).all(0)
-        self.num_boxes += int(can.sum())
         return Boxes(low[can], high[can], self._bound(durations_s[:, can]))
 
     def evaluate(
@@ -96,7 +95,6 @@ class Branch:
         for choice, bound_s in self._combinations(fronts):
             if bound_s >= below_s:
                 continue
-            self.num_played += 1
             step_time_s = self._timer.seconds(self._durations_s(choice))
             if step_time_s < below_s:
                 best, below_s = choice, step_time_s

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.proxies import nearest
 from ..inputs.cluster import ClusterSpec
 from .allocation import Space
-from .options import CallNode, Option, Partition
+from .options import CallNode, Option, Partition, partitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Pins:
                     f"pin {pin} names call group '{call_group}'; {nearest(call_group, call_groups)}"
                 )
         self._check_devices(cluster)
-        self._check_groups()
+        self._check_groups(call_groups)
 
     def _check_devices(self, cluster: ClusterSpec) -> None:
         for call_group, count in self.num_devices.items():
@@ -76,30 +75,15 @@ class Pins:
                 )
             space.index_of(devices, f"pin devices of '{call_group}'")
 
-    def _check_groups(self) -> None:
-        joins = [(entry, f"together=[{', '.join(entry)}]") for entry in self.together]
-        joins += [
-            ((a, b), f"devices.{a} and devices.{b} (the same devices)")
-            for a, b in combinations(self.devices, 2)
-            if set(self.devices[a]) == set(self.devices[b])
-        ]
-        parts = [
-            (pair, f"apart=[{', '.join(entry)}]")
-            for entry in self.apart
-            for pair in combinations(entry, 2)
-        ]
-        parts += [
-            ((a, b), f"devices.{a} and devices.{b} (different devices)")
-            for a, b in combinations(self.devices, 2)
-            if set(self.devices[a]) != set(self.devices[b])
-        ]
-        for (a, b), apart in parts:
-            way = _way(a, b, joins)
-            if way is not None:
-                raise PlanError(
-                    f"the pins contradict each other: '{a}' and '{b}' must share a group because "
-                    f"of {' and '.join(way)}, and must not because of {apart}; drop one of them"
-                )
+    def _check_groups(self, call_groups: Sequence[str]) -> None:
+        if next(partitions(call_groups, self.all_together(), self.all_apart()), None) is None:
+            said = [f"together=[{', '.join(entry)}]" for entry in self.together]
+            said += [f"apart=[{', '.join(entry)}]" for entry in self.apart]
+            said += [f"devices.{name}={[*ids]}" for name, ids in self.devices.items()]
+            raise PlanError(
+                "the pins contradict each other: which calls share a group cannot be as all of "
+                f"these say\n    drop one of {', '.join(said)}"
+            )
 
     def all_together(self) -> tuple[tuple[str, ...], ...]:
         same: dict[frozenset[int], list[str]] = {}
@@ -128,17 +112,3 @@ class Pins:
                 if getattr(layout, key) != value:
                     return False
         return self.allows(call_group, option)
-
-
-def _way(
-    start: str, end: str, joins: Sequence[tuple[tuple[str, ...], str]]
-) -> tuple[str, ...] | None:
-    ways: dict[str, tuple[str, ...]] = {start: ()}
-    queue = [start]
-    for call_group in queue:
-        for entry, pin in joins:
-            if call_group in entry:
-                new = [other for other in entry if other not in ways]
-                ways |= {other: (*ways[call_group], pin) for other in new}
-                queue += new
-    return ways.get(end)

@@ -123,8 +123,6 @@ def search(
     others = sorted((r for r in results if r is not best), key=lambda r: r.best.max_lag)
     return replace(
         best,
-        num_played=sum(result.num_played for result in results),
-        num_boxes=sum(result.num_boxes for result in results),
         num_asked=sum(of.num_asked for of in choices.values()),
         search_time_s=clock.elapsed_s,
         other_lags=tuple(others),
@@ -176,8 +174,6 @@ class _Run:
             # What was dropped, or cut short, may hold plans that are better than the one returned.
             min(self._proven_s, dropped_s, best.step_time_s),
             others[0] if others else None,
-            sum(branch.num_played for branch in self._branches),
-            sum(branch.num_boxes for branch in self._branches),
             self._choices.num_asked,
             self._clock.elapsed_s,
             late,

@@ -12,6 +12,10 @@ from .graphs import PPO
 from .tables import cluster_of, device
 
 CLUSTER = cluster_of((2, 4, device("a", 40)))
+CONTRADICT = (
+    "the pins contradict each other: which calls share a group cannot be as all of these say\n"
+    "    drop one of "
+)
 
 
 @pytest.mark.parametrize(
@@ -31,17 +35,12 @@ CLUSTER = cluster_of((2, 4, device("a", 40)))
          "pin devices gives 'ref' device 8, but cluster 'made-up' has devices 0 to 7"),
         ({"together": (("actor", "ref"), ("ref", "reward", "critic")),
           "apart": (("actor.generate", "critic", "actor"),)},
-         "the pins contradict each other: 'critic' and 'actor' must share a group because of "
-         "together=[ref, reward, critic] and together=[actor, ref], and must not because of "
-         "apart=[actor.generate, critic, actor]; drop one of them"),
+         CONTRADICT + "together=[actor, ref], together=[ref, reward, critic], "
+         "apart=[actor.generate, critic, actor]"),
         ({"together": (("actor", "ref"),), "devices": {"actor": (0, 1), "ref": (4, 5, 6, 7)}},
-         "the pins contradict each other: 'actor' and 'ref' must share a group because of "
-         "together=[actor, ref], and must not because of devices.actor and devices.ref "
-         "(different devices); drop one of them"),
+         CONTRADICT + "together=[actor, ref], devices.actor=[0, 1], devices.ref=[4, 5, 6, 7]"),
         ({"apart": (("actor", "ref"),), "devices": {"actor": (0, 1), "ref": (1, 0)}},
-         "the pins contradict each other: 'actor' and 'ref' must share a group because of "
-         "devices.actor and devices.ref (the same devices), and must not because of "
-         "apart=[actor, ref]; drop one of them"),
+         CONTRADICT + "apart=[actor, ref], devices.actor=[0, 1], devices.ref=[1, 0]"),
         ({"devices": {"ref": (3, 3)}},
          "pin devices of 'ref' is empty or names a device twice"),
         ({"devices": {"ref": (3, 4)}},

@@ -94,8 +94,8 @@ def test_pins_that_leave_nothing() -> None:
     sizes = {(call_group, n): (1, 1) for call_group in ("big", "small") for n in (1, 2, 4)}
     pins = Pins(together=(("big", "small"),), apart=(("small", "big"),))
     assert refusal(sizes, pins) == (
-        "the pins contradict each other: 'small' and 'big' must share a group because of "
-        "together=[big, small], and must not because of apart=[small, big]; drop one of them"
+        "the pins contradict each other: which calls share a group cannot be as all of these say\n"
+        "    drop one of together=[big, small], apart=[small, big]"
     )
     assert refusal(sizes, Pins(layouts={"big": {"dp": 3}})).startswith("'big' has no legal layout")
 

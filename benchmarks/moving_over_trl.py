@@ -98,7 +98,9 @@ def grpo(name: str, policy: Any, train: Any, **more: Any) -> dict[str, Any]:
     limits = {"max_completion_length": MAX_NEW_TOKENS, **more.pop("limits", {})}
     given = options(name, NUM_PROMPTS * NUM_SAMPLES, num_generations=NUM_SAMPLES, **limits)
     kept = {key: value for key, value in PLAIN_GRPO.items() if key != "logging_strategy"}
-    tokenizer = more.pop("processing_class", None)
+    tokenizer = more.pop("processing_class")
+    # torch gives the embedding of padding no gradient, also where it was sampled as a word.
+    kept["generation_kwargs"] = {"suppress_tokens": [tokenizer.pad_token_id]}
     trainer = Recorded(
         model=policy,
         args=GRPOConfig(**{**kept, **given, "reward_weights": more.pop("weights", None)}),
@@ -111,7 +113,10 @@ def grpo(name: str, policy: Any, train: Any, **more: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Every program, and what came out as JSON."""
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(FOLDER / "model")
+    # TRL writes the end of a response as text, which this tokenizer would read as characters.
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        FOLDER / "model", split_special_tokens=False
+    )
     given: dict[str, Any] = {"processing_class": tokenizer}
     found: dict[str, Any] = {}
     sft = trl.SFTConfig(**options("sft", ROWS))

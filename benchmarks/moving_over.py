@@ -32,19 +32,18 @@ from moving_over_case import (
     NUM_SAMPLES,
     ROWS,
     WEIGHTS,
-    early,
-    near,
-    read_rows,
     write_rows,
 )
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.roles import PolicyBatch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,7 +57,7 @@ MOST = 1e-4
 SHARED = (
     "algorithm.num_steps=1", "algorithm.optimizer.lr=1e-4", "task=file",
     "task.answer_field=null", "task.max_response_tokens=64", "evaluation.num_prompts=0",
-    "tracker=none", "progress=quiet", "executor.num_threads=1",
+    "tracker=none", "progress=quiet", "model.dtype=float32", "executor.num_threads=1",
 )  # fmt: skip
 PAIRS = ("task.chosen_field=chosen", "task.rejected_field=rejected")
 """Keys of every command, and of those on pairs."""
@@ -128,12 +127,12 @@ def on_their_completions(name: str, theirs: dict[str, Any], folder: Path) -> dic
     width = ids.shape[1] - own.shape[1]
     sampled = torch.cat([torch.zeros(len(ids), width).long(), own], 1).bool()
     tokens, mask = _left(ids, there.bool(), -1), _left(sampled.long(), there.bool(), 0).bool()
+    groups = torch.arange(len(tokens)) // NUM_SAMPLES
     if name == "tools":
         ((_, scores),) = theirs["rewards"].items()
         score = torch.tensor(scores)
     else:
-        score = _scores(tokens, mask, folder)
-    groups = torch.arange(len(score)) // NUM_SAMPLES
+        score = _scores(tokens, mask, groups, folder)
     advantage = group_advantage(score, groups, eps=1e-4)
     lora = LoraSpec()
     if name == "lora":
@@ -164,22 +163,18 @@ def _left(column: Tensor, there: Tensor, fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def _scores(tokens: Tensor, mask: Tensor, folder: Path) -> Tensor:
-    """The weighted sum of the two rewards, from the decoded completions and the rows' columns."""
-    import transformers
-
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    said = [
-        tokenizer.decode(row[own], skip_special_tokens=True)
-        for row, own in zip(tokens, mask, strict=True)
-    ]
-    rows = read_rows(folder, "grpo")
-    each = [row for row in rows for _ in range(len(said) // len(rows))]
-    first = early(said, [row["letter"] for row in each])
-    second = near(said, [row["length"] for row in each])
-    return torch.tensor(
-        [WEIGHTS[0] * a + WEIGHTS[1] * b for a, b in zip(first, second, strict=True)]
+def _scores(tokens: Tensor, mask: Tensor, groups: Tensor, folder: Path) -> Tensor:
+    """The weighted sum of TRL's two functions, called by our reward, which reads their columns."""
+    names = ("early", "near")
+    task = FileTaskSpec(
+        path=str(folder / "grpo.jsonl"),
+        answer_field=None,
+        reward={name: f"moving_over_case:{name}" for name in names},
+        reward_weights=dict(zip(names, WEIGHTS, strict=True)),
+        reward_in_process=True,
     )
+    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(alphabet=ALPHABET))
+    return spec.build(WorkerContext("reward", 0)).score(tokens, mask, groups)
 
 
 def apart(a: Any, b: Any) -> float:

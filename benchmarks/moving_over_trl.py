@@ -99,8 +99,10 @@ def grpo(name: str, policy: Any, train: Any, **more: Any) -> dict[str, Any]:
     given = options(name, NUM_PROMPTS * NUM_SAMPLES, num_generations=NUM_SAMPLES, **limits)
     kept = {key: value for key, value in PLAIN_GRPO.items() if key != "logging_strategy"}
     tokenizer = more.pop("processing_class")
-    # torch gives the embedding of padding no gradient, also where it was sampled as a word.
-    kept["generation_kwargs"] = {"suppress_tokens": [tokenizer.pad_token_id]}
+    # A random model would sample them as words. torch gives the embedding of padding no gradient,
+    # and TRL leaves all of them out of the texts that rewards read.
+    special = [one for one in tokenizer.all_special_ids if one != tokenizer.eos_token_id]
+    kept["generation_kwargs"] = {"suppress_tokens": special}
     trainer = Recorded(
         model=policy,
         args=GRPOConfig(**{**kept, **given, "reward_weights": more.pop("weights", None)}),

@@ -64,8 +64,8 @@ class RoleConfig(Section):
 
     worker: str | None = None
     """`policy`, `value`, `reward_model`, `process_reward`; a reward: `rule`, `exact`, `math`,
-    `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
-    role's contract asks for."""
+    `instructions`, `code`, `judge`, `served`, `mixture`; or `module:factory` of a worker. By
+    default what the role's contract asks for."""
     start: str | None = None
     """Source of its weights: `model`, the name of an earlier stage, a model folder, or a
     model of a hub, `org/name` or `org/name@revision`."""

@@ -18,9 +18,9 @@ MOST_LINES = {
     "dataflow": 12_100,
     "algorithms": 10_500,
     "planner": 10_100,
-    "workers": 42_500,
+    "workers": 43_000,
     "configs": 1_300,
-    "launch": 19_400,
+    "launch": 19_500,
 }
 LEAST_COMMENTS = 0.013  # of all lines, those that are a comment and nothing else
 

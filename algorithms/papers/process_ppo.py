@@ -45,7 +45,7 @@ def process_ppo_step(
     """As `ppo_step`, with the rewards of steps added."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    steps = prm.score_steps(roll.tokens, roll.mask)
+    steps = prm.score_steps(roll.tokens, roll.mask, roll.prompt_id)
     value = critic.value(roll.tokens, roll.mask)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = process_shaped_reward(

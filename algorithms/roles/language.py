@@ -335,8 +335,11 @@ class ProcessReward(Role):
     model_head = "scalar"
 
     @call("forward")
-    def score_steps(self, tokens: TokenIds, mask: TokenMask) -> StepScores:
-        """Find the steps of each response, and score each given all before it."""
+    def score_steps(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> StepScores:
+        """Find the steps of each response, and score each given all before it.
+
+        `prompt_id` lets a model with a tokenizer of its own find the prompt's text.
+        """
         raise NotImplementedError
 
 

@@ -23,7 +23,7 @@ from ...workers.data.task import DataReport
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
 from ...workers.models.lora import check_lora
-from ...workers.models.spec import Head, HeadName, ModelSpec
+from ...workers.models.spec import Head, ModelSpec
 from ...workers.rewards.registry import check_verifiers, takes_batches
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.data import Data, load_data, sources_of, task_spec_of
@@ -39,12 +39,13 @@ from ..run_dir.evaluations import LOSS, logged_name, names_of
 from .evaluation import env_actors, evaluation_graph, in_whole_batches
 from .memory_limit import check_memory
 from .worker_specs import (
-    HEADS,
     MODEL,
     agent_spec,
     check_groups,
     check_options,
     first_start,
+    head_of,
+    own_text_of,
     with_roles,
 )
 
@@ -207,7 +208,9 @@ def _with_lengths(run: Run) -> Run:
     num_tokens = run.data.tokenizer.vocab_size if run.data.has_text else 0
     lengths: list[int | None] = []
     for stage in run.stages:
-        positions = model_positions(stage, by_name, run.model, num_tokens)
+        texts = {role: own_text_of(stage, role, run) for role in stage.roles}
+        own = {role: text.num_tokens for role, text in texts.items() if text is not None}
+        positions = model_positions(stage, by_name, run.model, num_tokens, own)
         graph, per_step = stage.graph, stage.config.per_step
         tables = run.sources[stage.name].items()
         longest = {name: one.longest for name, one in tables if isinstance(one, TaskSource)}
@@ -252,24 +255,29 @@ def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
 
 
 def model_positions(
-    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig, num_tokens: int
+    stage: Stage,
+    stages: Mapping[str, Stage],
+    model: ModelConfig,
+    num_tokens: int,
+    own_tokens: Mapping[str, int],
 ) -> dict[str, int]:
     """Look at the models that roles start from, without their weights."""
     found: dict[str, int] = {}
-    looked_at: set[tuple[str, str | None]] = set()
+    looked_at: set[tuple[str, Head | None]] = set()
     for role in stage.roles:
         worker = stage.worker(role)
         if worker in ENV_SPECS:
             continue
-        head = HEADS.get(worker)
+        head = head_of(stage.roles[role])
         for start in stage.starts(role):
             if start not in stages and (start, head) not in looked_at:
                 looked_at.add((start, head))
-                _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
-            if head == "score" and role not in stage.changed_roles:
-                _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
+                tokens = own_tokens.get(role, num_tokens)
+                _check_model(f"{stage.at}.roles.{role}.start", start, head, model, tokens)
+            if head and head.name == "score" and role not in stage.changed_roles:
+                _check_has_score(f"{stage.at}.roles.{role}", head, start, stages, model)
         first = first_start(stage, role, stages)
-        if not first:
+        if not first or role in own_tokens:
             continue
         positions = _started_model(first, model).num_positions
         if positions is not None:
@@ -277,11 +285,13 @@ def model_positions(
     return found
 
 
-def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelConfig) -> None:
-    if earlier is None:
-        trained = Head("score").is_saved(_started_model(start, model).folder)
+def _check_has_score(
+    at: str, head: Head, start: str, stages: Mapping[str, Stage], model: ModelConfig
+) -> None:
+    if start in stages:
+        trained = stages[start].trained(RewardModel) is not None
     else:
-        trained = earlier.trained(RewardModel) is not None
+        trained = head.is_saved(_started_model(start, model).folder)
     if not trained:
         raise ConfigError(
             f"'{at}' is a reward model that starts from '{start}', which has no head that scores: "
@@ -295,14 +305,14 @@ def _started_model(start: str, model: ModelConfig) -> ModelSpec:
 
 
 def _check_model(
-    at: str, start: str, head: HeadName | None, model: ModelConfig, num_tokens: int
+    at: str, start: str, head: Head | None, model: ModelConfig, num_tokens: int
 ) -> None:
     spec = _started_model(start, model)
     at = "model.folder" if start == MODEL else at
     try:
         vocab_size: int | None = getattr(spec.config, "vocab_size", None)
         if head is not None:
-            Head(head).check(spec)
+            head.check(spec)
             if model.lora:
                 check_lora(model.lora, empty_model(spec.config))
     except ConfigError as error:

@@ -35,8 +35,10 @@ from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.engines.roles import RecipeByGroup
 from ...workers.models.model_folder import mean_folder
-from ...workers.models.spec import HeadName, ModelSpec
+from ...workers.models.spec import Head, HeadName, ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
+from ...workers.models.tokenizer_trial import check_tokenizer
+from ...workers.rewards.own_text import OwnText
 from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.scores import CheckedRewardSpec
@@ -84,11 +86,45 @@ HEADS: Mapping[str, HeadName] = {
 """Worker -> what its model ends in."""
 
 # Fields of a spec that the run fills in; the others may be set as `options`.
-_OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "longest_sequence"}
-_OF_GROUPS = {"sleeping_beside", "sent_from"}
+_OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "own_text"}
+_OF_GROUPS = {"sleeping_beside", "sent_from", "longest_sequence"}
 _OURS = {*_OF_MODELS, *_OF_GROUPS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
 # The same of what looks at the task; a judge's `model` is the user's to name.
 _OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat", "samples_folder"}
+
+
+def head_of(section: RoleConfig) -> Head | None:
+    """Return what the model of a role ends in; None if its worker has no model."""
+    name, words = HEADS.get(section.worker or ""), section.options.get("words", ())
+    of_steps = section.worker == "process_reward"
+    return name and Head(name, labels=1 + of_steps, words=tuple(words) if of_steps else ())
+
+
+def own_text_of(stage: Stage, role: str, run: Run) -> OwnText | None:
+    """Return what writes responses anew for a reward model with tokens of its own; else None."""
+    section, start = stage.roles[role], next(iter(stage.starts(role)), MODEL)
+    stages = [stage.name for stage in run.stages]
+    if HEADS.get(section.worker or "") != "score" or start in (MODEL, *stages):
+        return None
+    data = run.data
+    own = OwnText(
+        folder=start,
+        task=data.spec,
+        tokenizer=data.tokenizer_spec,
+        task_fingerprint=data.fingerprint,
+    )
+    if not (own.differs or section.options.get("step_tag")):
+        return None
+    check_tokenizer(Path(start))
+    if role in stage.graph.learning_roles or data.task.converses:
+        raise ConfigError(
+            f"'{stage.at}.roles.{role}.start': the tokenizer or the chat template in '{start}' is "
+            "not the run's, and responses can be written anew neither to be trained on nor of "
+            f"several turns\n    train it in a run of its own (model={start}), or give a reward "
+            "model with the policy's tokenizer"
+        )
+    return own
+
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
@@ -300,6 +336,7 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
         "longest_sequence": lambda: run.longest_sequence,
         "task": lambda: data.spec,
         "task_fingerprint": lambda: data.fingerprint,
+        "own_text": lambda: own_text_of(stage, role, run),
     }
     if is_own(worker):
         return _own(stage, role, given)

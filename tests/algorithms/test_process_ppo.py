@@ -22,7 +22,7 @@ ENDS = MASK & torch.tensor([[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]).bool()
 class ScriptedSteps(ProcessReward):
     """Always gives the example's steps."""
 
-    def score_steps(self, tokens: Tensor, mask: Tensor) -> StepScores:
+    def score_steps(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> StepScores:
         return StepScores(step_score=SCORES, step_end=ENDS)
 
 

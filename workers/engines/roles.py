@@ -8,11 +8,12 @@ own options, which say how its network is made; what stands in both may be set b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import SkipValidation
 from torch import Tensor
 
 from ...algorithms.roles.language import Policy, RewardModel, ValueModel
@@ -293,16 +294,30 @@ class ValueWorker(LanguageWorker, ValueModel):
 class RewardRecipe(Recipe):
     """A backbone under a score head: the policy's, or one that such a worker saved."""
 
+    own_text: SkipValidation[Any] = None
+    """The `workers.rewards.own_text.OwnText` of a model with another tokenizer or template."""
+    chat: bool = True
+    """Whether its own chat template, if it has one, writes prompt and response."""
+
     def build(self, context: WorkerContext) -> RewardWorker:
-        return RewardWorker(context, Head("score"), self)
+        return RewardWorker(context, self)
 
 
 class RewardWorker(LanguageWorker, RewardModel):
     """See `RewardRecipe`. A row without any masked token scores 0."""
 
+    def __init__(self, context: WorkerContext, recipe: RewardRecipe) -> None:
+        super().__init__(context, Head("score"), recipe)
+        self._skipped: int | None = getattr(recipe.model.config, "score_skips", None)
+        self._own_text = recipe.own_text and replace(recipe.own_text, chat=recipe.chat)
+
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
-        # A learned score does not look at `prompt_id`.
+        # A learned score looks at `prompt_id` only to write the prompt anew.
+        if self._own_text is not None:
+            tokens, mask = self._own_text.rows(tokens, mask, prompt_id)
         score = self._evaluate(tokens, mask, self._scores, per_token=False)
+        if self._own_text is not None:  # a row that does not fit is empty
+            score = score.where(mask.any(1), torch.nan)
         add_metrics(self.metrics, score_metrics(score, prompt_id))
         return score
 
@@ -313,11 +328,22 @@ class RewardWorker(LanguageWorker, RewardModel):
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _scores(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """f32[rows]: the head's output at each row's last masked token."""
-        reads = last_masked(mask)
+        """f32[rows]: the head's output at one token of each row."""
+        reads = self._reads(tokens, mask)
         outputs = self.network.outputs(tokens, reads, _prompt_lengths(mask))
         found = derived(reads, lambda reads: reads.any(1))
         return spread(outputs.column(), found, outputs.zeros(mask.shape[:1]))
+
+    def _reads(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """bool[rows, T]: where scores are read; classifiers of transformers skip what pads."""
+        if self._skipped is None:
+            return last_masked(mask)
+
+        def last(mask: Tensor) -> Tensor:
+            before_end = mask.flip(1).cumsum(1).flip(1) > 0
+            return last_masked(before_end & (on_host(tokens).to(mask.device) != self._skipped))
+
+        return derived(mask, last)
 
 
 def _check_behavior(batch: Any) -> None:

@@ -33,7 +33,8 @@ _ADAPTER = "adapter_config.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERTS = ".experts."
-_SCORE = "score.weight"
+_CLASSIFIER = "ForSequenceClassification"
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
 
@@ -85,7 +86,10 @@ def folder_config(folder: Path) -> Any:
             "the adapter's files out of it; to go on from it, give their folder as "
             "model.lora.folder"
         )
-    return checked_config(found, folder)
+    config = checked_config(found, folder)
+    if any(str(name).endswith(_CLASSIFIER) for name in found.get("architectures") or ()):
+        config.score_skips = config.get_text_config().pad_token_id
+    return config
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -167,8 +171,10 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     if not scalar_head:
         _check_generation(folder)
     saved = _headers(folder)
-    _refuse_classifier(folder, saved)
     model = empty_model(config, folder)
+    if scalar_head:
+        scoring = {*_head_names(folder, saved, model).values()}
+        saved = {name: one for name, one in saved.items() if name not in scoring}
     kind, prefix = type(model), f"{model.base_model_prefix}."
     head = frozenset(n for n, _ in model.named_parameters() if not n.startswith(prefix))
     ignored: Iterable[str] = kind._keys_to_ignore_on_load_unexpected or ()  # the class's own
@@ -184,22 +190,62 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     refuse_faults(folder, owner_words(config), faults)
 
 
-def _refuse_classifier(folder: Path, saved: Mapping[str, _Saved]) -> None:
-    """Refuse sequence classifiers of transformers, such as reward models of other libraries."""
-    if _SCORE not in saved:
-        return
-    shape = saved[_SCORE].shape
-    what = f"model folder '{folder}' holds a classifier ({_SCORE} {list(shape)})"
-    if shape[:1] != (1,):
+def saved_head(folder: Path, words: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Return "weight" [labels, width] and "bias" [labels] of a scalar head in a folder's files.
+
+    It is the one linear layer beside the language model's own tensors, under whatever name: `score`
+    of transformers, or as other libraries call it; {} if there is none. With `words` it is their
+    rows of the language model's own head.
+    """
+    config = folder_config(folder)
+    saved, model = _headers(folder), empty_model(config, folder)
+    names = _word_head(folder, saved, model) if words else _head_names(folder, saved, model)
+    found: dict[str, Tensor] = {}
+    for part, name in names.items():
+        with safetensors.safe_open(folder / saved[name].file, "pt") as opened:
+            rows = opened.get_slice(name)
+            found[part] = torch.cat([rows[w : w + 1] for w in words]) if words else rows[:]
+    if found:
+        found.setdefault("bias", torch.zeros(len(found["weight"])))
+    return found
+
+
+def _head_names(folder: Path, saved: Mapping[str, _Saved], model: Any) -> dict[str, str]:
+    """Return the part of a head -> its name in the files, found by its shape [labels, width]."""
+    prefix = f"{model.base_model_prefix}."
+    whole = [name for name, _ in model.named_parameters()]
+    own = {name.split(".")[0] for n in whole for name in (n, n.removeprefix(prefix))}
+    width = model.config.get_text_config().hidden_size
+    fitting = [
+        name
+        for name, one in saved.items()
+        if name.split(".")[0] not in own and len(one.shape) == 2 and one.shape[1] == width
+    ]
+    if len(fitting) > 1:
+        shapes = "; ".join(f"{name} {list(saved[name].shape)}" for name in fitting)
         raise ConfigError(
-            f"{what} of {shape[0] if shape else 0} labels; a reward model has one\n    give a "
-            "reward model, or a language model"
+            f"model folder '{folder}' has {len(fitting)} layers beside the language model, and "
+            f"which of them scores is not known: {shapes}\n    give a model with one linear head, "
+            "or a copy of the folder with that one alone"
         )
-    raise ConfigError(
-        f"{what}, whose head is not read from there\n    to use it as a reward model, move "
-        f"{_SCORE} to head.safetensors beside it, with a score.bias of 0: docs/models.md has "
-        "the lines"
-    )
+    if not fitting:
+        return {}
+    bias = f"{fitting[0].removesuffix('weight')}bias"
+    return {"weight": fitting[0], **({"bias": bias} if bias in saved else {})}
+
+
+def _word_head(folder: Path, saved: Mapping[str, _Saved], model: Any) -> dict[str, str]:
+    linear, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    changed = [n for n in _SCALES if getattr(model.config, n, None) not in (None, 1, 1.0)]
+    alike = [n for n, p in model.named_parameters(remove_duplicate=False) if p is linear.weight]
+    found = [n for name in alike for n in (name, name.removeprefix(prefix)) if n in saved]
+    if changed or linear.bias is not None or not found:
+        why = f"its logits have {', '.join(changed) or 'a bias'}" if found else "it has no head"
+        raise ConfigError(
+            f"words of the model in '{folder}' cannot be read as scores: {why}\n    give another "
+            "process reward model"
+        )
+    return {"weight": found[0]}
 
 
 def owner_words(config: Any) -> str:

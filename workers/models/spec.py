@@ -33,7 +33,8 @@ from .architecture import (
     learn_padding,
     quiet_transformers,
 )
-from .model_folder import check_tensors, folder_config, load_faults, owner_words
+from .model_folder import check_tensors, folder_config, load_faults, owner_words, saved_head
+from .tokenizer import TokenizerSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -207,6 +208,10 @@ class Head:
     name: HeadName  # What checkpoints call it
     # Start with 0 everywhere, unless the model's folder has a head of this name
     zero_init: bool = False
+    # Most labels of a score's saved head: of two, the second less the first is read
+    labels: int = 1
+    # Of a language model's head, the words for right and for wrong, whose rows are read likewise
+    words: tuple[str, ...] = ()
 
     @property
     def is_scalar(self) -> bool:
@@ -232,18 +237,36 @@ class Head:
         if self.zero_init:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-        path = None if model.folder is None else Path(model.folder) / HEAD_FILE
-        if path is not None and path.is_file():
-            names = {part: f"{self.name}.{part}" for part in ("weight", "bias")}
-            saved = read_tensors(path)
-            if not saved.keys().isdisjoint(names.values()):  # else another kind of head is there
-                wanted = {name: linear.get_parameter(part) for part, name in names.items()}
-                take_tensors(path, f"a {self.name}", saved, wanted)
+        if model.folder is not None:
+            wanted = {f"{self.name}.{part}": p for part, p in linear.named_parameters()}
+            saved = self._saved(folder := Path(model.folder))
+            if not saved.keys().isdisjoint(wanted):  # else another kind of head is there
+                file = folder / HEAD_FILE
+                take_tensors(file if file.exists() else folder, f"a {self.name}", saved, wanted)
         return linear
 
     def is_saved(self, folder: str | None) -> bool:
-        path = None if folder is None else Path(folder) / HEAD_FILE
-        return path is not None and path.is_file() and f"{self.name}.weight" in read_tensors(path)
+        return folder is not None and f"{self.name}.weight" in self._saved(Path(folder))
+
+    def _saved(self, folder: Path) -> Mapping[str, Tensor]:
+        """Return the head that a folder has, in a file of its own or among its model's weights."""
+        if (folder / HEAD_FILE).is_file():
+            return read_tensors(folder / HEAD_FILE)
+        if self.name != "score":
+            return {}
+        tokenizer = TokenizerSpec(kind="folder", folder=str(folder)).build() if self.words else None
+        # The last token: some tokenizers begin a text with a blank of its own.
+        words = [tokenizer.encode(word)[-1] for word in self.words[::-1]] if tokenizer else []
+        parts = saved_head(folder, words)
+        labels = len(parts["weight"]) if parts else 1
+        if labels > self.labels:
+            raise ConfigError(
+                f"model folder '{folder}' has a head of {labels} labels, and a score is one number"
+                f"\n    give a model that was trained with num_labels={self.labels}"
+            )
+        if labels == 2:
+            parts = {part: tensor[1:] - tensor[:1] for part, tensor in parts.items()}
+        return {f"{self.name}.{part}": tensor for part, tensor in parts.items()}
 
     def check(self, model: ModelSpec) -> None:
         """Look at all that can be known of a model under this head, without its weights."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import html
+import itertools
 import json
 import logging
 import math
@@ -28,6 +29,8 @@ from urllib.parse import urlsplit
 import torch
 from annotated_types import Ge, Le
 from pydantic import SkipValidation
+from torch import Tensor
+from typing_extensions import override
 
 from ...algorithms.roles.language import Reward
 from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
@@ -76,6 +79,10 @@ class ChatError(Exception):
     """No answer to this request: it was refused, or failed as often as it may."""
 
 
+class ChatRejected(ChatError):
+    """The server takes no request like this one, such as a text that is too long."""
+
+
 class ChatTimeout(ChatError):
     """The time for this request is up."""
 
@@ -90,14 +97,13 @@ class ChatClientOptions:
 
     url: str = ""
     """The server's base address: `http://127.0.0.1:8000/v1`."""
+    more_urls: Sequence[str] = ()
+    """Further servers of the same model. Requests go to all in turn, and to the next where one
+    fails."""
     model: str = ""
     """The model's name there."""
     api_key_env: str | None = None
     """Environment variable with the API key, where the reward runs; null for none."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of the model's answers."""
-    max_tokens: PositiveInt = 256
-    """Longest answer."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of each request, such as `{seed: 0}`."""
     attempt_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 30.0
@@ -115,23 +121,28 @@ class ChatClientOptions:
                 f"extra holds {', '.join(sorted(taken))}, which would not reach the server: the "
                 "messages are the judge's own, and the model has an option"
             )
-        if any(char.isspace() or not char.isprintable() for char in self.url):
-            raise ValueError(f"url {self.url!r} holds a blank or a control character")
-        try:
-            address = urlsplit(self.url)
-            usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
-        except ValueError:  # of a port or an address in brackets
-            address, usable = urlsplit(""), False
-        if not usable or not self.model:
-            raise ValueError(
-                f"a judge needs an address and a model, got url={self.url!r}, model={self.model!r};"
-                " such as url=http://127.0.0.1:8000/v1 model=NAME"
-            )
-        if address.username or address.password:
-            raise ValueError(
-                "url holds a name or a password, which would be logged; put the key into an "
-                "environment variable and name that in api_key_env"
-            )
+        for url in (self.url, *self.more_urls):
+            _check_address(url, self.model)
+
+
+def _check_address(url: str, model: str) -> None:
+    if any(char.isspace() or not char.isprintable() for char in url):
+        raise ValueError(f"url {url!r} holds a blank or a control character")
+    try:
+        address = urlsplit(url)
+        usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:  # of a port or an address in brackets
+        address, usable = urlsplit(""), False
+    if not usable or not model:
+        raise ValueError(
+            f"a judge needs an address and a model, got url={url!r}, model={model!r};"
+            " such as url=http://127.0.0.1:8000/v1 model=NAME"
+        )
+    if address.username or address.password:
+        raise ValueError(
+            "url holds a name or a password, which would be logged; put the key into an "
+            "environment variable and name that in api_key_env"
+        )
 
 
 class ChatClient:
@@ -143,14 +154,17 @@ class ChatClient:
     and appears in no message, nor in an answer.
     """
 
-    def __init__(self, options: ChatClientOptions) -> None:
+    def __init__(self, options: ChatClientOptions, path: str = "/chat/completions") -> None:
         self._options = options
-        address = urlsplit(options.url)
-        path = address.path.rstrip("/")
-        path = path if path.endswith("/chat/completions") else f"{path}/chat/completions"
-        self._url = address._replace(path=path).geturl()
+        self._urls: list[str] = []
+        for url in (options.url, *options.more_urls):
+            address = urlsplit(url)
+            base = address.path.rstrip("/").removesuffix(path)
+            self._urls.append(address._replace(path=base + path).geturl())
+        self._turns = itertools.count()
         # Making one reads the system's certificates, which takes long.
-        self._tls = ssl.create_default_context() if address.scheme == "https" else False
+        uses_tls = any(url.startswith("https") for url in self._urls)
+        self._tls = ssl.create_default_context() if uses_tls else False
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._secret: re.Pattern[str] | None = None
         if options.api_key_env is not None:
@@ -161,18 +175,16 @@ class ChatClient:
         for name in ("httpx", "httpcore"):  # they log every request, and headers of replies
             logging.getLogger(name).setLevel(logging.WARNING)
 
-    async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def ask(self, messages: Sequence[Mapping[str, str]], **fields: Any) -> str:
+        """Return what the model says to a conversation."""
+        return self._content(await self.post({"messages": list(messages), **fields}))
+
+    async def post(self, fields: Mapping[str, Any]) -> str:
+        """Return the reply to a request with these fields, besides the model and `extra`."""
         import httpx  # takes 0.1 s to import
 
-        options = self._options
-        asked = {
-            **options.extra,
-            "model": options.model,
-            "messages": list(messages),
-            "temperature": options.temperature,
-            "max_tokens": options.max_tokens,
-        }
-        body = json.dumps(asked).encode()
+        options, turn = self._options, next(self._turns)
+        body = json.dumps({**options.extra, "model": options.model, **fields}).encode()
         deadline = time.monotonic() + options.deadline_s
         reason = ""
         async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
@@ -185,19 +197,20 @@ class ChatClient:
                 wait = None
                 try:
                     async with asyncio.timeout(limit_s):
-                        response, reply = await self._post(client, body)
+                        url = self._urls[(turn + attempt) % len(self._urls)]
+                        response, reply = await self._post(client, url, body)
                 except TimeoutError:
                     reason = f"no whole answer within {limit_s:.3g} s"
                 except Exception as error:  # noqa: BLE001 - a server can have a client raise anything
-                    reason = self._shown(f"{type(error).__name__}: {error}")
+                    reason = self.shown(f"{type(error).__name__}: {error}")
                 else:
                     if response.status_code == 200:
-                        return self._content(reply)
-                    reason = f"status {response.status_code}: {self._shown(reply)}"
+                        return reply
+                    reason = f"status {response.status_code}: {self.shown(reply)}"
                     if response.status_code in _NEVER:
                         raise ChatRefused(reason)
                     if response.status_code not in _RETRIED:
-                        raise ChatError(reason)
+                        raise ChatRejected(reason)
                     with suppress(ValueError):  # of a date; the usual pause will do
                         wait = max(0.0, float(response.headers.get("retry-after", "")))
                 if attempt + 1 < options.max_attempts:
@@ -207,11 +220,11 @@ class ChatClient:
             raise ChatTimeout(f"no answer within {options.deadline_s:g} s; the last: {reason}")
         raise ChatError(f"{options.max_attempts} attempts failed; the last: {reason}")
 
-    async def _post(self, client: httpx.AsyncClient, body: bytes) -> tuple[httpx.Response, str]:
+    async def _post(
+        self, client: httpx.AsyncClient, url: str, body: bytes
+    ) -> tuple[httpx.Response, str]:
         reply = bytearray()
-        async with client.stream(
-            "POST", self._url, content=body, headers=self._headers
-        ) as response:
+        async with client.stream("POST", url, content=body, headers=self._headers) as response:
             async for piece in response.aiter_raw():
                 reply += piece
                 if len(reply) > _MAX_REPLY_BYTES:
@@ -223,12 +236,12 @@ class ChatClient:
             read = json.loads(reply)
             content = read["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise ChatError(f"the reply is no chat completion: {self._shown(reply)!r}") from None
+            raise ChatError(f"the reply is no chat completion: {self.shown(reply)!r}") from None
         if not isinstance(content, str):
             raise ChatError("the reply has no text")
         return self._masked(content)  # as the caller may show it
 
-    def _shown(self, text: str) -> str:
+    def shown(self, text: str) -> str:
         """The beginning of a text, for messages; the key is masked before anything is cut."""
         words = " ".join(self._masked(text).split())[:200]
         return "".join(char if char.isprintable() else "?" for char in words)
@@ -291,6 +304,10 @@ class JudgeSpec(ChatClientOptions):
     """Source of prompts and answers."""
     tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of the model's answers."""
+    max_tokens: PositiveInt = 256
+    """Longest answer."""
     system: str | None = None
     """A system message."""
     template: str = _TEMPLATE
@@ -350,30 +367,33 @@ class Verdict:
     reason: str = ""  # what happened, for the log
 
 
-class Judge(Reward):
-    """Asks a judge about each response.
+class AskedReward(Reward):
+    """Asks servers about responses, several at once.
 
     Metrics are those of `score_metrics`; shares of rows `reward/unscored` (without a score), and of
     these `reward/errors`, `reward/timeouts` and `reward/parse_errors`; `reward/retries` per row and
     `reward/judge_s`, the mean seconds a row took.
     """
 
-    def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
+    batch_size = 1
+
+    def __init__(self, spec: Any, client: ChatClient, who: str, advice: str) -> None:
         self.metrics: dict[str, Metric] = {}
-        self._spec = spec
-        self._task = task
-        self._tokenizer = tokenizer
-        self._client = ChatClient(spec)
-        self._missing = MissingScores(
-            "the judge", spec.unscored, "see its address, model, template and pattern"
-        )
+        self._spec, self._client, self._who = spec, client, who
+        self._missing = MissingScores(who, spec.unscored, advice)
+
+    def items(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Sequence[Any]:
+        """Return what to ask for each row."""
+        raise NotImplementedError
+
+    async def ask(self, items: Sequence[Any]) -> list[Verdict]:
+        """Ask for some rows in one request; raises `ChatError`."""
+        raise NotImplementedError
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        problems = checked_problems(self._task, prompt_id)
-        responses = self._tokenizer.decode_responses(tokens, mask)
-        asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]
+        items = self.items(tokens, mask, prompt_id)
         retries = self._client.num_retries
-        verdicts, seconds = self._verdicts(asked)
+        verdicts, seconds = self._verdicts(items)
         self._missing.check([_failure(verdict) for verdict in verdicts])
         found = [math.nan if v.score is None else v.score for v in verdicts]
         scores = filled_in(torch.tensor(found, dtype=torch.float32), self._spec.unscored)
@@ -381,41 +401,31 @@ class Judge(Reward):
         self._count(verdicts, seconds, self._client.num_retries - retries)
         return scores.to(tokens.device)
 
-    @one_process()
-    def _messages(self, index: int, response: str) -> list[Mapping[str, str]]:
-        parts = {
-            "prompt": self._task.prompt_text(index),
-            "response": response,
-            "answer": self._task.reward_answer(index) or "",
-        }
-        content = filled(self._spec.template, parts)
-        system = self._spec.system
-        first = [{"role": "system", "content": system}] if system is not None else []
-        return [*first, {"role": "user", "content": content}]
-
-    def _verdicts(self, asked: Sequence[list[Mapping[str, str]]]) -> tuple[list[Verdict], float]:
-        """A verdict per request, and the seconds they took added up.
+    def _verdicts(self, items: Sequence[Any]) -> tuple[list[Verdict], float]:
+        """A verdict per row, and the seconds they took added up.
 
         The thread that asks is left to itself when the time is up: a name that never resolves,
         which no time limit of a socket covers, holds up nothing else.
         """
-        at_once = max(1, min(self._spec.concurrency, len(asked)))
-        limit = -(-len(asked) // at_once) * self._spec.deadline_s + 1.0
+        starts = range(0, len(items), self.batch_size)
+        at_once = max(1, min(self._spec.concurrency, len(starts)))
+        limit = -(-len(starts) // at_once) * self._spec.deadline_s + 1.0
         late = Verdict(failure="timeouts", reason=f"no answer within {limit:g} s")
-        found, seconds = [late] * len(asked), [0.0] * len(asked)
+        found, seconds = [late] * len(items), [0.0]
         raised: list[BaseException] = []
 
-        async def judge(row: int, gate: asyncio.Semaphore) -> None:
+        async def judge(first: int, gate: asyncio.Semaphore) -> None:
+            asked = items[first : first + self.batch_size]
             async with gate:
                 start = time.monotonic()
-                found[row] = await self._judged(asked[row])
-                seconds[row] = time.monotonic() - start
+                found[first : first + len(asked)] = await self._asked(asked)
+                seconds[0] += (time.monotonic() - start) * len(asked)
 
         async def judge_all() -> None:
             gate = asyncio.Semaphore(at_once)
             async with asyncio.TaskGroup() as group:
-                for row in range(len(asked)):
-                    group.create_task(judge(row, gate))
+                for first in starts:
+                    group.create_task(judge(first, gate))
 
         def work() -> None:
             try:
@@ -430,24 +440,22 @@ class Judge(Reward):
         thread.join(limit)
         if raised and isinstance(raised[0], ChatRefused):
             raise WorkerError(
-                f"the judge at {self._spec.url} refuses requests: {raised[0]}\n"
+                f"{self._who} at {self._spec.url} refuses requests: {raised[0]}\n"
                 "    see its url, model and api_key_env"
             ) from raised[0]
         if raised:
             raise raised[0]
-        return list(found), sum(seconds)
+        return list(found), seconds[0]
 
-    async def _judged(self, messages: list[Mapping[str, str]]) -> Verdict:
+    async def _asked(self, items: Sequence[Any]) -> list[Verdict]:
         try:
-            text = await self._client.ask(messages)
+            return await self.ask(items)
         except ChatTimeout as error:
-            return Verdict(failure="timeouts", reason=str(error))
+            return [Verdict(failure="timeouts", reason=str(error))] * len(items)
         except ChatError as error:
-            return Verdict(failure="errors", reason=str(error))
-        score = read_score(text, self._spec)
-        if score is None:
-            return Verdict(failure="parse_errors", reason=f"no verdict in {text[-200:]!r}")
-        return Verdict(score)
+            if isinstance(error, ChatRejected) and len(items) > 1:  # it may be for one of them
+                return [one for item in items for one in await self._asked([item])]
+            return [Verdict(failure="errors", reason=str(error))] * len(items)
 
     def _count(self, verdicts: Sequence[Verdict], seconds: float, retries: int) -> None:
         sums = {
@@ -460,6 +468,42 @@ class Judge(Reward):
         rows = float(len(verdicts))
         means = {f"reward/{name}": Metric.mean(total, rows) for name, total in sums.items()}
         add_metrics(self.metrics, means)
+
+
+class Judge(AskedReward):
+    """Asks a judge about each response; for its metrics see `AskedReward`."""
+
+    def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
+        advice = "see its address, model, template and pattern"
+        super().__init__(spec, ChatClient(spec), "the judge", advice)
+        self._judging, self._task, self._tokenizer = spec, task, tokenizer
+
+    @override
+    @one_process()
+    def items(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Sequence[Any]:
+        spec, system = self._judging, self._judging.system
+        first = [{"role": "system", "content": system}] if system is not None else []
+        asked: list[Any] = []
+        problems = checked_problems(self._task, prompt_id)
+        responses = self._tokenizer.decode_responses(tokens, mask)
+        for index, response in zip(problems, responses, strict=True):
+            parts = {
+                "prompt": self._task.prompt_text(index),
+                "response": response,
+                "answer": self._task.reward_answer(index) or "",
+            }
+            asked.append([*first, {"role": "user", "content": filled(spec.template, parts)}])
+        return asked
+
+    @override
+    async def ask(self, items: Sequence[Any]) -> list[Verdict]:
+        spec = self._judging
+        limits = {"temperature": spec.temperature, "max_tokens": spec.max_tokens}
+        text = await self._client.ask(items[0], **limits)
+        score = read_score(text, spec)
+        if score is None:
+            return [Verdict(failure="parse_errors", reason=f"no verdict in {text[-200:]!r}")]
+        return [Verdict(score)]
 
 
 def _failure(verdict: Verdict) -> tuple[str, str] | None:

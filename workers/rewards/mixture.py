@@ -47,6 +47,7 @@ from ..rollout.scores import (
     score_metrics,
 )
 from ..verifiers.verifiers import blame, import_user_module
+from .own_text import OwnText
 from .registry import PART_KINDS, check_verifiers
 
 _LEARNED = "reward_model"
@@ -133,6 +134,8 @@ class MixtureSpec:
                     f"part '{name}' of the mixture is a reward model without a folder\n"
                     f"    set parts.{name}.options.folder to where it was saved"
                 )
+            text = OwnText(folder=folder, **{n: getattr(self, n) for n in _FILLED_IN[:3]})
+            options["own_text"] = text if text.differs else None
             return TorchRewardModelSpec(model=ModelSpec(folder=folder), **options).build(context)
         if ":" not in part.worker:
             kind = PART_KINDS[part.worker]

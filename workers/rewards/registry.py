@@ -29,7 +29,13 @@ RULES: Registry[type[RuleRewardSpec]] = Registry(
 )
 """Rewards that compare with the task's answers; "rule", or "trl", does what the task says."""
 
-PART_KINDS = Registry[Any]({**RULES.paths, "judge": "penstock.workers.rewards.judge:JudgeSpec"})
+PART_KINDS = Registry[Any](
+    {
+        **RULES.paths,
+        "judge": "penstock.workers.rewards.judge:JudgeSpec",
+        "served": "penstock.workers.rewards.served:ServedRewardSpec",
+    }
+)
 """Rewards that may be part of a mixture, by name."""
 
 _MIXTURE = "mixture"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.run import resolved
 from penstock.launch.stages.prepare import build_stages, prepare
 from penstock.launch.stages.report import high_rates, rounded_adapters
+from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -173,3 +175,24 @@ WHOLE = "\n    copy or save them again, all of them, with the configuration they
 def test_models_are_looked_at_before_a_run(models: Path, words: list[str], message: str) -> None:
     said = refused(*(word.replace("HOME", str(models)) for word in words))
     assert said.replace(str(models), "HOME")[: len(message)] == message
+
+
+@pytest.mark.slow
+def test_a_reward_model_may_have_a_tokenizer_of_its_own(models: Path) -> None:
+    """It is not trained on tokens that are not its own, and must know those that are."""
+    home = shutil.copytree(models / "reward", models / "own")
+    TokenizerSpec(kind="char", alphabet="0123456789+-= ").build().save(home)
+    start = f"algorithm.roles.reward.start={home}"
+    composed = compose("run", ["algorithm=ppo", "~algorithm.before.sft", start, *SMALL])
+    composed.pop("resume")
+    run = prepare(resolved(composed))
+    spec: Any = worker_specs(run.main, run, {})["reward"]
+    assert (spec.own_text.folder, spec.own_text.differs) == (str(home), True)
+    assert refused("algorithm=reward_modelling", start).startswith(
+        f"'algorithm.roles.reward.start': the tokenizer or the chat template in '{home}' is not "
+        "the run's, and responses can be written anew neither to be trained on nor of several turns"
+    )
+    TokenizerSpec(kind="byte").build().save(home)
+    assert "the model knows 128 tokens, and the tokenizer has 260" in refused(
+        "algorithm=ppo", start
+    )

@@ -126,7 +126,7 @@ def test_a_mixture_has_parts() -> None:
             [f"{ROLE}.worker=process_reward"],
             f"'{ROLE}.worker': role 'reward' is a Reward, which 'process_reward' is not\n"
             "    use reward_model or rule or exact or math or instructions or code or trl or judge "
-            "or mixture or module:factory",
+            "or served or mixture or module:factory",
         ),
     ],
 )  # fmt: skip

@@ -120,9 +120,8 @@ def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:
             ["algorithm.roles.reward.worker=polcy"],
             "'algorithm.roles.reward.worker': there is no worker 'polcy'; did you mean 'policy'?\n"
             "    workers are: policy, value, reward_model, rule, exact, math, instructions, code, "
-            "judge, mixture, process_reward, agent, env, board, actor_critic, team_critic, "
-            "q_network, "
-            "replay, or module:factory for your own",
+            "trl, judge, served, mixture, process_reward, agent, env, board, actor_critic, "
+            "team_critic, q_network, replay, or module:factory for your own",
         ),
         (
             ["algorithm.per_step.promts=3"],

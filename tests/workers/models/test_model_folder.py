@@ -287,34 +287,6 @@ def test_a_folder_does_not_choose_how_it_is_loaded_and_computed(
     assert all(exported.get(key) != value for key, value in field.items())
 
 
-def test_a_classifier_of_one_label_is_a_reward_model_once_its_head_is_moved(folder: Path) -> None:
-    file, weight = folder / "model.safetensors", torch.randn(1, 48)
-    edit(file, lambda t: [t.pop("lm_head.weight"), t.update({"score.weight": weight})])
-    for head in (Head("lm_head"), Head("score")):
-        with pytest.raises(ConfigError) as refused:
-            head.check(ModelSpec(folder=str(folder)))
-        assert str(refused.value) == (
-            f"model folder '{folder}' holds a classifier (score.weight [1, 48]), whose head is not "
-            "read from there\n    to use it as a reward model, move score.weight to "
-            "head.safetensors beside it, with a score.bias of 0: docs/models.md has the lines"
-        )
-    weights = load_file(file)
-    head = {"score.weight": weights.pop("score.weight"), "score.bias": torch.zeros(1)}
-    save_file(head, folder / "head.safetensors")
-    save_file(weights, file, metadata={"format": "pt"})
-    Head("score").check(ModelSpec(folder=str(folder)))
-    read = Head("score").first_weights(ModelSpec(folder=str(folder)), CONTEXT)
-    assert torch.equal(read.weight, weight)
-
-
-def test_a_classifier_of_several_labels_is_refused(folder: Path) -> None:
-    edit(folder / "model.safetensors", lambda t: t.update({"score.weight": torch.zeros(3, 48)}))
-    assert refusal(folder) == (
-        "model folder 'M' holds a classifier (score.weight [3, 48]) of 3 labels; a reward model "
-        "has one\n    give a reward model, or a language model"
-    )
-
-
 def test_a_file_that_is_larger_than_memory_is_said_to_be(folder: Path) -> None:
     size = 1 << 32
     header = json.dumps({"a": {"dtype": "F32", "shape": [size >> 2], "data_offsets": [0, size]}})

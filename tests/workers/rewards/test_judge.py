@@ -9,7 +9,8 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
@@ -106,8 +107,8 @@ def in_turn(*replies: Reply) -> Reply:
     return reply
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextmanager
+def running() -> Generator[Server]:
     made = Server()
     thread = threading.Thread(target=made.http.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -115,6 +116,12 @@ def server() -> Iterator[Server]:
     made.http.shutdown()
     made.http.server_close()
     thread.join(timeout=5)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running() as made:
+        yield made
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
     prm = spec.build(CONTEXT)
     assert isinstance(prm, ProcessReward)
     tokens, mask = rows("1\n2\n3", "12", "\n")
-    found = prm.score_steps(tokens, mask)
+    found = prm.score_steps(tokens, mask, torch.zeros(len(tokens), dtype=torch.int64))
     assert places(found.step_end) == [[3, 5, 6], [3], [2]]
     assert not found.step_score[~found.step_end].any()
     whole = model.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
@@ -65,7 +65,9 @@ def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
     metrics = drain_metrics(prm)
     assert metrics["steps/mean"].value == pytest.approx(5 / 3)
     squashed = TorchProcessRewardSpec(model=folder, tokenizer=TOKENIZER).build(CONTEXT)
-    between = squashed.score_steps(tokens, mask).step_score
+    between = squashed.score_steps(
+        tokens, mask, torch.zeros(len(tokens), dtype=torch.int64)
+    ).step_score
     ends = found.step_end
     torch.testing.assert_close(between[ends], found.step_score[ends].sigmoid())
     none = torch.zeros_like(between)
@@ -75,7 +77,7 @@ def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
 def test_rows_without_a_response_have_no_steps() -> None:
     prm = TorchProcessRewardSpec(model=MODEL, tokenizer=TOKENIZER).build(CONTEXT)
     tokens, mask = rows("", "")
-    found = prm.score_steps(tokens, mask)
+    found = prm.score_steps(tokens, mask, torch.zeros(len(tokens), dtype=torch.int64))
     assert not found.step_end.any()
     assert not found.step_score.any()
 

@@ -65,7 +65,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "gemma2": {
         **BASE,
         "model_type": "gemma2",
-        "head_dim": 16,
+        "head_dim": 32,
         "sliding_window": 8,
         "attn_logit_softcapping": 2.0,
     },

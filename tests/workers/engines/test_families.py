@@ -20,6 +20,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec, token_bytes
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -137,6 +138,22 @@ def test_megatron_computes_a_family_or_refuses_it_before_it_is_built(name: str) 
     kind = f"has no model_type '{given['model_type']}'"
     with pytest.raises(ConfigError, match=window if name == "mistral-window" else kind):
         spec.check_group(context)
+
+
+def test_what_vllm_cannot_compute_on_a_cpu_is_refused_before_it_starts() -> None:
+    for name in (*FAMILIES, "gpt2"):
+        spec = VllmPolicySpec(model=ModelSpec(architecture=architecture(name)), end_ids=(EOS,))
+        config, context = spec.model.config, WorkerContext("actor")
+        if name == "gpt_oss":
+            with pytest.raises(ConfigError, match="no kernel on CPUs for the experts of a 'gpt_o"):
+                spec.check_group(context)
+            continue
+        spec.check_group(context)
+        # Keys and values of a token, in float32, as transformers caches them.
+        module = spec.model.causal_lm("cpu")
+        cache = module(input_ids=TOKENS[:1, :1], use_cache=True).past_key_values
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        assert token_bytes(config, spec, context) == held, name
 
 
 def test_a_state_instead_of_keys_is_no_cache() -> None:

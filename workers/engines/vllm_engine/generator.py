@@ -196,6 +196,8 @@ _CPU_ROWS = 256
 _CPU_BLOCK = 32
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of heads that vLLM's attention on CPUs has kernels for."""
+_NOT_ON_CPU = ("gpt_oss",)
+"""The `model_type`s of mixtures, with biases and a gate of their own, that it has none for."""
 
 
 @option_class
@@ -252,7 +254,13 @@ class VllmPolicySpec:
                 "that share its model, which vLLM does in one\n    set executor.tensor_parallel of "
                 "its group to 1, or rollout=torch"
             )
-        if self.quantization is not None and torch.device(context.device).type == "cpu":
+        on_cpu = torch.device(context.device).type == "cpu"
+        if on_cpu and self.model.config.model_type in _NOT_ON_CPU:
+            raise ConfigError(
+                f"'{context.role}' is to generate with vLLM, which has no kernel on CPUs for the "
+                f"experts of a '{self.model.config.model_type}'\n    set rollout=torch"
+            )
+        if self.quantization is not None and on_cpu:
             raise ConfigError(
                 f"'{context.role}' is to generate with quantization={self.quantization}, which "
                 "vLLM computes on GPUs only, and it is placed on the CPU\n    set "
@@ -427,7 +435,8 @@ def engine_options(
 
 def token_bytes(config: Any, spec: VllmPolicySpec, context: WorkerContext) -> int:
     """Keys and values of one token in one process."""
-    heads = max(config.num_key_value_heads // context.tensor_parallel, 1)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = max(heads // context.tensor_parallel, 1)
     element = getattr(torch, spec.model.dtype).itemsize
     return 2 * config.num_hidden_layers * heads * _head_dim(config) * element
 

@@ -423,7 +423,8 @@ class RowTask(Task):
         self._name = source.name
         self.reward_weights = spec.reward_weights or {}
         source, self._columns = _peeked(source)
-        self._verifiers = _verifiers(spec, self._columns)
+        self.read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
+        self._verifiers = self._made_verifiers()
         rows, self.report = self._read(source)
         if held_out is not None:
             held_out, there = _peeked(held_out)
@@ -447,6 +448,13 @@ class RowTask(Task):
         self._rows: Dataset = concatenate_datasets([train, evaluated])
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
+
+    def _made_verifiers(self) -> dict[str, VerifierSpec]:
+        spec = self.spec
+        if spec.reward_field is not None:
+            return {}
+        here, read_as = spec.reward_in_process, self.read_as
+        return reward_specs(spec.reward, self._columns, read_as=read_as, in_process=here)
 
     @property
     def _kept(self) -> tuple[str, ...]:
@@ -648,17 +656,6 @@ def _peeked(source: RowSource) -> tuple[RowSource, tuple[str, ...]]:
     first = list(islice(rows, _PEEKED))
     names = dict.fromkeys(str(n) for _, row in first if isinstance(row, Mapping) for n in row)
     return RowSource(source.name, chain(first, rows)), tuple(names)
-
-
-def _verifiers(spec: RowTaskSpec, columns: Sequence[str]) -> dict[str, VerifierSpec]:
-    if spec.reward_field is not None:
-        return {}
-    return reward_specs(
-        spec.reward,
-        columns,
-        read_as={"prompt": spec.prompt_field, "answer": spec.answer_field},
-        in_process=spec.reward_in_process,
-    )
 
 
 def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:

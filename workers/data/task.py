@@ -144,6 +144,7 @@ class Task:
         verifier: How to score in another process under a time limit; None if `score` is quick and
             safe.
         reward_weights: Factors on named parts of the score; 1 for a part that is left out.
+        read_as: "prompt" and "answer" -> the column that is read as such, if the task has rows.
         shares: Of a task of several parts, the share in every step and the training problems of
             each; shares add up to 1.
         chat_template: How conversations are rendered with a tokenizer that has no template.
@@ -169,6 +170,7 @@ class Task:
     correct_score: float = 1.0
     verifier: VerifierSpec | None = None
     reward_weights: Mapping[str, float] = {}
+    read_as: Mapping[str, str | None] = {}
     shares: Sequence[tuple[float, range]] = ()
     chat_template: str | None = None
     further_characters: str | None = None

@@ -96,33 +96,30 @@ class RuleRewardSpec:
         check_unscored(self.unscored)
 
     def check_verifiers(self, task: Task | None = None) -> None:
-        """Load the verifier that it names, and see that the task has what it reads.
+        """Load the verifier that it names, and see that the task has what it reads."""
+        self._functions(task)
 
-        Raises:
-            ConfigError: As `reward_specs`.
-        """
-        if self.verifier is not None:
-            self._functions(task)
-
-    def _functions(self, task: Task | None) -> dict[str, VerifierSpec]:
-        assert self.verifier is not None, "asked before"
-        columns = None if task is None else task.column_names()
-        return reward_specs(self.verifier, columns, options=self.verifier_options)
+    def _functions(self, task: Task | None) -> dict[str, VerifierSpec] | None:
+        """Return what it names; of a task that is not known, with all columns that it may read."""
+        if self.verifier is None:
+            return None
+        known = task is not None
+        columns, read_as = (task.column_names(), task.read_as) if known else (None, None)
+        options = self.verifier_options
+        return reward_specs(self.verifier, columns, read_as=read_as, options=options)
 
     def build(self, context: WorkerContext) -> RuleReward:
-        spec = self.task
-        if self.verifier is not None:
-            asked = {name for one in self._functions(None).values() for name in one.columns}
-            spec = keeping(spec, sorted(asked))
+        asked = {name for one in (self._functions(None) or {}).values() for name in one.columns}
+        spec = keeping(self.task, sorted(asked))
         task = same_task(spec, self.task_fingerprint, context.role)
-        functions = None if self.verifier is None else self._functions(task)
-        return RuleReward(self, task, self.tokenizer.build(), functions, context.role)
+        tokenizer = self.tokenizer.build()
+        return RuleReward(self, task, tokenizer, self._functions(task), context.role)
 
 
 def keeping(spec: TaskSpec, columns: Sequence[str]) -> TaskSpec:
     """Return a task that keeps further columns for rewards, where it has rows."""
     own: Any = spec
-    if hasattr(spec, "with_specs"):
+    if columns and hasattr(spec, "with_specs"):
         return own.with_specs(partial(_part_keeping, columns))
     if not columns or not hasattr(spec, "reward_columns"):
         return spec

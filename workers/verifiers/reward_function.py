@@ -63,15 +63,13 @@ class ArgumentPlan:
     arguments: tuple[tuple[str, str], ...]
     """Parameter, "" for one by its place, and its source: of `GIVEN` and the like, or a column's
     ":NAME"."""
-    rest: tuple[str, ...] = ()
-    """Sources that only `**kwargs` takes, by their own names."""
     defaults: frozenset[str] = frozenset()
     """Parameters that may be left out."""
     is_async: bool = False
 
     @property
     def sources(self) -> frozenset[str]:
-        return frozenset([*(source for _, source in self.arguments), *self.rest])
+        return frozenset(source for _, source in self.arguments)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -128,11 +126,11 @@ def bind(
     given = TRL if is_trl else (*GIVEN, BATCH)
     places = () if is_trl or BATCH in names else tuple(_LIKE)
     found: list[tuple[str, str]] = []
-    rest: tuple[str, ...] = ()
     for place, one in enumerate(parameters):
         own = places[place] if place < len(places) and one.kind is not one.KEYWORD_ONLY else ""
         if one.kind is one.VAR_KEYWORD:
-            rest = _rest(given, known, {*names, *fixed, *(source for _, source in found)})
+            taken = {*names, *fixed, *(source for _, source in found)}
+            found += [(source.lstrip(":"), source) for source in _rest(given, known, taken)]
         elif one.kind is one.VAR_POSITIONAL:
             found += [("", source) for source in places[place:]]
         elif one.name not in fixed:
@@ -150,7 +148,7 @@ def bind(
                     f"{', '.join(known or ()) or 'it has none'}"
                 )
     defaults = frozenset(one.name for one in parameters if one.default is not one.empty)
-    plan = ArgumentPlan(tuple(found), rest, defaults, is_async)
+    plan = ArgumentPlan(tuple(found), defaults, is_async)
     takes = {"response", BATCH, "completions", "response_token_ids"}
     if columns is not None and not plan.sources & takes:
         raise ConfigError(
@@ -160,13 +158,13 @@ def bind(
     return plan
 
 
-def _rest(given: Sequence[str], columns: Sequence[str] | None, taken: set[str]) -> tuple[str, ...]:
+def _rest(given: Sequence[str], columns: Sequence[str] | None, taken: set[str]) -> list[str]:
     """Sources that `**kwargs` takes: of a function of one response or a batch, and of TRL's."""
     own = TRL if given is TRL else ("prompt", BATCH if BATCH in taken else "response", "answer")
     left_out = {*taken, *given, "prompt", "completion", "completion_ids"}
     there = ALL if columns is None else columns
     further = [f":{name}" for name in there if name not in left_out]
-    return tuple([source for source in own if source not in taken] + further)
+    return [*(source for source in own if source not in taken), *further]
 
 
 def _source(
@@ -272,7 +270,7 @@ class RewardFunction:
         }
         args: list[Any] = []
         named: dict[str, Any] = {}
-        for name, source in (*self._plan.arguments, *((s.lstrip(":"), s) for s in self._plan.rest)):
+        for name, source in self._plan.arguments:
             if source in shared:
                 value = shared[source]
             elif self._plan.is_batch:

@@ -19,6 +19,7 @@ from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sample_log import SampleLogSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.mixture import MixtureSpec
+from penstock.workers.rewards.registry import check_verifiers
 from penstock.workers.rewards.rule_reward import RuleReward, RuleRewardSpec
 from penstock.workers.verifiers.reward_function import bind
 
@@ -47,6 +48,10 @@ def everything(response, **others):
 def shares(responses, difficulty):
     """Each response's place among those of the batch, which only the whole batch tells."""
     return [sorted(responses).index(one) / len(responses) for one in responses]
+
+def as_text(response, difficulty):
+    """The column that is read as the answer is a text, as `answer` is."""
+    return float(difficulty == "2")
 
 def parts(response):
     if response == "none":
@@ -252,6 +257,9 @@ def test_rows_keep_the_columns_that_are_asked_for_alone(tmp_path: Path) -> None:
     for task in (plain, mixed):
         with closing(made(task, verifier=mine)) as reward:
             assert scored(reward, [0], "x") == [2 * 2 + 4 + 3]
+    read = task_of(tmp_path, "exact_match", answer_field="difficulty")
+    with closing(made(read, verifier=f"{tmp_path}/mine.py:as_text")) as reward:
+        assert scored(reward, [0, 1], "x", "y") == [1.0, 0.0]
 
 
 def test_a_mixture_asks_the_function_of_each_task(tmp_path: Path) -> None:
@@ -377,3 +385,9 @@ def test_what_a_message_says(tmp_path: Path) -> None:
     mine = f"{tmp_path}/mine.py:by_column"
     with pytest.raises(ConfigError, match="lacks difficulty, missing, tags, which the reward"):
         task_of(tmp_path, mine, held_out_path=str(held_out)).build()
+    lacking = FileTaskSpec(path=str(held_out)).build()
+    part: dict[str, Any] = {"worker": "trl", "options": {"verifier": mine}}
+    for worker, options in {"rule": part["options"], "mixture": {"parts": {"own": part}}}.items():
+        check_verifiers(worker, options)
+        with pytest.raises(ConfigError, match="'difficulty', which nothing gives"):
+            check_verifiers(worker, options, lacking)

@@ -98,7 +98,11 @@ def test_bytes_of_any_kind_are_told_from_a_reply() -> None:
 
 @pytest.mark.slow
 @linux
-@pytest.mark.parametrize("value", ["1", "true", '"1"', "[1.0]", "NaN", "Infinity"])
+@pytest.mark.parametrize(
+    "value",
+    [*("1", "true", '"1"', "[1.0]", "NaN", "Infinity", "[]"), '[{"value": {"a": NaN}}]']
+    + ['[{"value": 1.0, "late": true}]', '[{"late": false}]', '[{"value": 1.0}, {"value": 1.0}]'],
+)
 def test_a_forged_value_that_is_no_score_is_not_believed(make_pool: MakePool, value: str) -> None:
     assert make_pool().run([("forge", value)]) == [Outcome(error=NOT_A_REPLY)]
 

@@ -1,8 +1,9 @@
 """KTO: learn from single responses that people liked or did not.
 
-Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024. Both responses
-of a pair are used on their own. The reference point, an estimate of the policy's KL to the
-reference, is taken from prompts with other prompts' responses, once per step and before its update.
+Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024. Responses
+have a label each; of a pair both are used on their own. The reference point, an estimate of the
+policy's KL to the reference, is taken from prompts with other prompts' responses, once per step and
+before its update.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from .losses.preference import KTOLoss, kto_kl
 from .ops.pairs import mismatched
 from .ops.reductions import zero_where_masked_out
 from .roles import (
+    Feedback,
     FeedbackBatch,
     PerSample,
     PerToken,
     Policy,
-    PreferencePairs,
     TokenMask,
     TrainMetrics,
 )
@@ -44,7 +45,7 @@ def reference_point(mask: TokenMask, *, logprob: PerToken, ref_logprob: PerToken
     return torch.zeros_like(log_ratio) + kto_kl(log_ratio)
 
 
-def kto_step(pairs: PreferencePairs, actor: Policy, ref: Policy, cfg: KTO) -> TrainMetrics:
+def kto_step(pairs: Feedback, actor: Policy, ref: Policy, cfg: KTO) -> TrainMetrics:
     """Make liked responses likelier and others less so, measured against the reference."""
     other = mismatched(pairs.tokens, pairs.mask, pairs.pair_id)
     kl = reference_point(

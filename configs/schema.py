@@ -23,6 +23,7 @@ from ..planner.formatting import bytes_of
 from ..planner.inputs.calls import Lengths
 from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
 from ..planner.inputs.task_profile import ActingPins
+from ..workers.data.chat import LossOn
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.registry import DEFAULT_EXECUTOR, PARALLEL_EXECUTOR, check_executor
 from ..workers.models.lora import LoraSpec
@@ -177,6 +178,13 @@ class TaskConfig(Section, extra="allow"):
     of a user. Prompts that are conversations always are."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further variables of the chat template: `{enable_thinking: false}`."""
+    loss_on: LossOn = "response"
+    """Tokens that supervised fine-tuning imitates. `response`: those of the assistant in the
+    response, in `messages_field` in all its turns. `completion`: all after the prompt. `assistant`:
+    those of the assistant, in the prompt as well. `all`: every token."""
+    pack_tokens: AtLeastOne | None = None
+    """Supervised fine-tuning takes packs, in place of single demonstrations: as many together as
+    have so many tokens, none of which sees another."""
     order: Literal["shuffled", "curriculum", "priority"] = "shuffled"
     """Choice of prompts. `shuffled`: every one once in an epoch. `curriculum`: the easiest
     first. `priority`: each with a weight of 1 - pass rate. The last two need `pass_rate_field`."""

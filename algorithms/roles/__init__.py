@@ -20,6 +20,7 @@ from .language_tables import (
     BehaviorLogprob,
     Demonstrations,
     DistillationBatch,
+    Feedback,
     FeedbackBatch,
     PerSample,
     PerStep,
@@ -54,4 +55,4 @@ __all__ += ["BehaviorLogprob", "PerSample", "PerStep", "PerToken", "PromptId", "
 __all__ += ["PromptTokenIds", "SampleFlag", "StepMask", "TokenIds", "TokenMask", "Demonstrations"]
 __all__ += ["PreferencePairs", "ScoredPairs", "DistillationBatch", "FeedbackBatch", "PolicyBatch"]
 __all__ += ["PolicyOutput", "ReferencePairBatch", "ReferencePolicyBatch", "ScoreOutput"]
-__all__ += ["StepScores", "ValueBatch", "ValueOutput"]
+__all__ += ["StepScores", "Feedback", "ValueBatch", "ValueOutput"]

@@ -271,6 +271,11 @@ class PreferencePairs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Feedback(PreferencePairs):
+    """Single responses, `chosen` True for good ones; those of one problem share a `pair_id`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoredPairs(PreferencePairs):
     """Pairs whose responses have scores: the data's ratings or labels, a verifier's, a reward's."""
 

@@ -55,6 +55,7 @@ from ..stages.report import (
     about_model,
     first_notes,
     not_reproducible,
+    shown_rows,
     statistics,
     summary_of,
     write_report,
@@ -268,7 +269,8 @@ def _plain_warnings() -> Generator[None]:
 # --- dry run
 
 
-def dry_run(composed: dict[str, Any]) -> None:
+def dry_run(composed: dict[str, Any], *, rows: bool = False) -> None:
+    """Check all that a launch checks; with `rows`, print those of the first step instead of it."""
     refuse_resume(composed, "run --dry-run")
     cluster, section = None, composed.pop("cluster", None)
     if section is not None:
@@ -283,6 +285,9 @@ def dry_run(composed: dict[str, Any]) -> None:
     else:
         run = with_cluster(run)
     run = prepare(run, dry=True)
+    if rows:
+        print("\n".join([*first_notes(run), *shown_rows(run)]))
+        return
     plan = run.placed
     if cluster is None and isinstance(plan.cluster, ClusterSpec):
         cluster = plan.cluster

@@ -29,20 +29,22 @@ from ..run_dir.stop import environment_of, handled, say, what_was_told
 from .hydra_app import given_overrides, hydra_app
 
 DRY_RUN = "--dry-run"  # check everything, and start nothing
+SHOW_ROWS = "--show-rows"  # print rows of the first step as tokens, and start nothing
 SUPERVISE = "--supervise"  # start the run again when its process dies
 
 
 def run_command(arguments: list[str]) -> int:
     # Imported in the functions: torch and all that follows it take seconds, and `--help` needs none
     # of it.
-    if DRY_RUN in arguments:
+    if DRY_RUN in arguments or SHOW_ROWS in arguments:
 
         def check(composed: dict[str, Any]) -> None:
             from .carry_out import dry_run
 
-            dry_run(composed)
+            dry_run(composed, rows=SHOW_ROWS in arguments)
 
-        hydra_app("dry_run", [one for one in arguments if one not in (DRY_RUN, SUPERVISE)], check)
+        options = (DRY_RUN, SHOW_ROWS, SUPERVISE)
+        hydra_app("dry_run", [one for one in arguments if one not in options], check)
         return 0
     if SUPERVISE in arguments:
         return supervise_command([word for word in arguments if word != SUPERVISE])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...algorithms.roles.environment import ActorCritic, EnvRows, GameRows
 from ...algorithms.roles.language_tables import (
     Demonstrations,
+    Feedback,
     PreferencePairs,
     Prompts,
     ScoredPairs,
@@ -30,6 +31,7 @@ from ...workers.data.chat import TURNS, ChatOptions, PromptEncoder
 from ...workers.data.orders import Order, contaminated
 from ...workers.data.sources import (
     DemonstrationSource,
+    FeedbackSource,
     PairSource,
     PromptSource,
     ScoredPairSource,
@@ -139,6 +141,11 @@ class Data:
         """Training problems that share too many words with held-out ones, and a report on them."""
         if self.section.decontaminate_words is None or not self.has_text:
             return frozenset(), None
+        if self.task.buffer_rows:
+            raise ConfigError(
+                "'task.decontaminate_words' compares all problems, and a stream's are not known\n"
+                "    leave it out, or read the rows before the run starts: task.streaming=false"
+            )
         return contaminated(self.task, self.prompts.written, self.section.decontaminate_words)
 
     def source(self, kind: Any, *, batch_size: int, seed: int, **options: Any) -> Any:
@@ -267,6 +274,7 @@ TEXTS: Mapping[type, Any] = {
     Demonstrations: DemonstrationSource,
     PreferencePairs: PairSource,
     ScoredPairs: ScoredPairSource,
+    Feedback: FeedbackSource,
 }
 """Table of texts that a step may read -> the source that a task gives for it."""
 
@@ -326,6 +334,8 @@ def _source(stage: Stage, name: str, data: Data) -> Source:
     else:
         # What is imitated of a conversation is all that follows the prompt.
         options["max_response_tokens"] = section.max_total_tokens or section.max_response_tokens
+    if kind is DemonstrationSource:
+        options |= {"loss_on": section.loss_on, "pack_tokens": section.pack_tokens}
     return data.source(kind, batch_size=count, seed=stage.seed, **options)
 
 

@@ -122,7 +122,7 @@ def _configured(
         source: PromptSource = own.source(PromptSource, batch_size=1, seed=0)
     except ConfigError as error:
         raise ConfigError(f"'{at}.task': {error}") from error
-    problems = source.usable(task.held_out or task.train)
+    problems = source.usable(task.held_out or task.listed)
     wanted = suite.num_prompts or min(len(problems), config.num_prompts or len(problems))
     if not 0 < wanted <= len(problems):
         raise ConfigError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithms.roles.language import Reward, RewardModel
-from ...algorithms.roles.language_tables import PreferencePairs
+from ...algorithms.roles.language_tables import Feedback, PreferencePairs
 from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig, WorkloadConfig
 from ...dataflow.errors import ConfigError, nearest
@@ -261,9 +261,10 @@ class PlanInputs:
             )
         sampling = self._run.main.sampling
         samples = 1 if sampling is None else sampling.num_samples
-        if self.graph.sources[table] is PreferencePairs:
+        if self.graph.sources[table] in (PreferencePairs, Feedback):
             samples = 2
-        longest = self._run.config.task.max_response_tokens
+        section_of_task = self._run.config.task
+        longest = section_of_task.pack_tokens or section_of_task.max_response_tokens
         if sampling is not None:
             longest = sampling.max_new_tokens
             if any(node.method == "converse" for node in self.graph.nodes):
@@ -293,7 +294,7 @@ class PlanInputs:
 
     def _prompts(self) -> Lengths:
         task = self._data.task
-        encoded = self._data.prompts.encode(task.train[:_PROMPTS_MEASURED])
+        encoded = self._data.prompts.encode(task.listed[:_PROMPTS_MEASURED])
         longest = self._run.config.task.max_prompt_tokens or math.inf
         counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadRow))
         lengths = sorted(length for length in counts if 0 < length <= longest)

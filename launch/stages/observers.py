@@ -345,8 +345,7 @@ def sample_watch(
     with one_process():
         # A program's prompt may differ from the problem's, so it is decoded from the tokens.
         from_task = data.section.chat or (
-            not data.task.has_programs
-            and any(data.task.messages(i) for i in (*data.task.train, *data.task.held_out))
+            not data.task.has_programs and any(data.task.messages(i) for i in data.task.listed)
         )
     spec = SampleLogSpec(
         folder=str((home / SAMPLES).resolve()),

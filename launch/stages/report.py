@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from ...algorithms.roles.language import Policy
 from ...configs.schema import ModelConfig, model_spec
+from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, NodeKind, RoleRef
 from ...planner.formatting import aligned, bytes_text, seconds_text
 from ...planner.plan.plan import Plan
@@ -49,6 +51,7 @@ _Nodes = Mapping[str, Mapping[str, float | None]]
 """Node -> "predicted_s" and "measured_s", None where nothing is known; and on GPUs as bytes what a
 device held at most, "predicted_bytes" and "peak_bytes"."""
 
+_ROWS_SHOWN, _IDS_SHOWN = 5, 24  # the most of a step, and of a piece of a row
 _NUM_STEPS = 16  # taken to try an environment before its state is saved, and after
 _LARGE = 20_000_000
 """Parameters from which on the rates of the algorithms' YAML, made for a million, are too high."""
@@ -115,6 +118,36 @@ def statistics(run: Run) -> list[str]:
             "(evaluation.num_prompts)"
         )
     return list(dict.fromkeys(lines))
+
+
+def shown_rows(run: Run) -> list[str]:
+    """Rows of the main stage's first step: their tokens, and which of them are trained on."""
+    lines: list[str] = []
+    for name, source in run.sources[run.main.name].items():
+        if not isinstance(source, TaskSource):
+            raise ConfigError(
+                f"{run.main.graph.name} reads no texts, so there are no tokens to show\n"
+                "    choose a task with prompts, such as task=file"
+            )
+        table: Any = source.batch(0)
+        given: Any = table.tokens if hasattr(table, "tokens") else table.prompt
+        rows: list[list[int]] = given.tolist()
+        unmasked = [[False] * len(rows[0])] * len(rows)
+        masks = table.mask.tolist() if hasattr(table, "mask") else unmasked
+        sides = [", chosen" if one else ", rejected" for one in getattr(table, "chosen", ())]
+        for number, (row, mask) in enumerate(zip(rows[:_ROWS_SHOWN], masks, strict=False)):
+            ids = [token for token in row if token >= 0]
+            lines.append(
+                f"{name}, row {number + 1} of {len(rows)}{''.join(sides[number : number + 1])}: "
+                f"{len(ids)} tokens, {sum(mask)} trained on"
+            )
+            for trained, places in groupby(range(len(ids)), key=mask.__getitem__):
+                own = [ids[place] for place in places]
+                more = f" and {len(own) - _IDS_SHOWN} more" if len(own) > _IDS_SHOWN else ""
+                what = "trained on" if trained else "read"
+                lines.append(f"    {what}: {run.data.tokenizer.decode(own)!r}")
+                lines.append(f"        {' '.join(map(str, own[:_IDS_SHOWN]))}{more}")
+    return lines
 
 
 def about_model(run: Run) -> str:

@@ -131,7 +131,7 @@ def to_run(command: Command) -> list[str] | None:
         return words
     if words[0] != "run" or any(word.startswith("resume=") for word in words):
         return None
-    if DRY_RUN in words or "--cfg" in words:
+    if not {DRY_RUN, "--show-rows", "--cfg"}.isdisjoint(words):
         return words
     return ["run", DRY_RUN, *words[1:]]
 

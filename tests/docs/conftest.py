@@ -57,9 +57,18 @@ def _rows(folder: Path) -> None:
         "pairs.jsonl": [
             {"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0"} for row in sums
         ],
+        "labelled.jsonl": [
+            {"prompt": row["prompt"], "completion": row["answer"], "label": n % 2 == 0}
+            for n, row in enumerate(sums)
+        ],
         "rated.jsonl": [{**row, "rate": n / NUM_ROWS} for n, row in enumerate(sums)],
     }.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verl = [
+        {"prompt": chat[:1], "reward_model": {"style": "rule", "ground_truth": chat[1]["content"]}}
+        for chat in chats
+    ]
+    Dataset.from_list(verl).to_parquet(folder / "verl.parquet")
     (folder / "sums").mkdir()
     (folder / "sums" / "README.md").write_text(DATA_SET)
     for name in ("train", "test"):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
 from .task import BadRow, Message, NotMessages, Task, check_messages, is_imitated
+
+LossOn = Literal["response", "completion", "assistant", "all"]
+"""Tokens of a demonstration that are imitated: see `task.loss_on`."""
 
 
 class NoPrefix(ValueError):
@@ -65,7 +68,7 @@ def encode_conversation(
                 _check_prefix(start, ids, f"what comes before message {number + 1}")
                 _check_prefix(end, ids, f"the end of message {number + 1}")
                 kept[len(start) : len(end)] = [False] * (len(end) - len(start))
-        return _with_spans(ids, _runs(kept))
+        return _with_spans(ids, runs(kept))
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if number < first or not is_imitated(message):
@@ -88,7 +91,8 @@ def _with_spans(ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
     return Encoded(ids, spans)
 
 
-def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+def runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """First and past-the-last place of each run of True."""
     padded = [False, *mask, False]
     edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -169,17 +173,28 @@ class PromptEncoder:
             for one in asked
         ]
 
-    def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
-        """Encode a conversation and what follows; its last turns, or all, are trained on."""
+    def with_reply(
+        self, index: int, reply: str | Sequence[Message], loss_on: LossOn = "response"
+    ) -> Encoded:
+        """Encode a conversation and what follows; what `loss_on` says of it is trained on."""
         asked = self.messages(index) or []
         told = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else list(reply)
+        tools = self.tools(index)
+        if loss_on in ("completion", "all"):
+            whole = self._render([*asked, *told], tools, add_generation_prompt=False)
+            ids, start = self._tokenizer.encode(whole), 1
+            if loss_on == "completion":
+                before = self._tokenizer.encode(self._render(asked, tools))
+                _check_prefix(before, ids, "the prompt")
+                start = len(before)
+            return _with_spans(ids, [(start, len(ids))])
         with one_process():
-            all_turns = self._task.imitates_history(index)
+            all_turns = loss_on == "assistant" or self._task.imitates_history(index)
         return encode_conversation(
             self._tokenizer,
             [*asked, *told],
             first=0 if all_turns else len(asked),
-            tools=self.tools(index),
+            tools=tools,
             variables=self._chat.template_kwargs,
         )
 
@@ -198,8 +213,7 @@ class PromptEncoder:
 
     @property
     def has_tools(self) -> bool:
-        indices = (*self._task.train, *self._task.held_out)
-        return any(self.tools(index) is not None for index in indices)
+        return any(self.tools(index) is not None for index in self._task.listed)
 
     def written(self, index: int) -> str:
         messages = self.messages(index)
@@ -233,8 +247,19 @@ class PromptEncoder:
             )
         return text, False
 
-    def _render(self, messages: Sequence[Message], tools: list[Mapping[str, Any]] | None) -> str:
-        return self._tokenizer.render(messages, tools=tools, **self._chat.template_kwargs)
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return self._tokenizer.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **self._chat.template_kwargs,
+        )
 
     def _knows(
         self,

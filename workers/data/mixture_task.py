@@ -43,6 +43,11 @@ class MixtureTask(WrappedTask):
         weights = _weights(spec)
         self._names = list(spec.tasks)
         self._tasks = [build_task(task) for task in spec.tasks.values()]
+        if streams := [n for n, t in zip(spec.tasks, self._tasks, strict=True) if t.buffer_rows]:
+            raise ConfigError(
+                f"'task.tasks.{streams[0]}' is a stream, and a mixture knows all its problems\n"
+                "    give max_rows, or set streaming=false"
+            )
         super().__init__(self._tasks[0], "mixture")
         scores = {n: task.correct_score for n, task in zip(spec.tasks, self._tasks, strict=True)}
         if len(set(scores.values())) > 1:

@@ -122,6 +122,39 @@ def step_rows(
     return _Shares([share for share, _ in task.shares], parts, batch_size)
 
 
+class Buffers:
+    """Problems of a stream by its buffers, each in its own order.
+
+    Every buffer gives as many steps as the first has problems for; one that has fewer gives some of
+    its steps twice, one that has more leaves some out. So the buffer of a step follows from its
+    number, whatever rows are left out elsewhere.
+    """
+
+    def __init__(
+        self, usable: Callable[[int], Sequence[int]], what: str, batch_size: int, seed: int
+    ) -> None:
+        self._usable, self._what = usable, what
+        self._batch_size, self._seed = batch_size, seed
+        self.steps_per_epoch = self._steps(0)
+
+    def at(self, step: int) -> list[int]:
+        number, place = divmod(_checked(step), self.steps_per_epoch)
+        start = place % self._steps(number) * self._batch_size
+        problems = self._usable(number)
+        order = epoch_order(len(problems), self._seed, number)
+        return [problems[i] for i in order[start : start + self._batch_size]]
+
+    def _steps(self, number: int) -> int:
+        count = len(self._usable(number))
+        if count < self._batch_size:
+            raise ConfigError(
+                f"batch_size is {self._batch_size} {self._what}s per step, but buffer {number} of "
+                f"the stream has only {count} that can be used\n"
+                "    lower batch_size, or raise task.buffer_rows"
+            )
+        return count // self._batch_size
+
+
 class _Epochs:
     """Every epoch in its own order, without a remainder that fills no step."""
 

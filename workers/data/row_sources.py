@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 from ...dataflow.errors import ConfigError, closest
 from ...dataflow.files import check_folder_files, check_regular, opened
 from ...dataflow.options import PositiveInt, option_class
+from .row_stream import StreamedRowTask
 from .row_task import RowSource, RowTask, RowTaskSpec, WrittenFloat
 from .task import BadRow
 
@@ -159,17 +161,35 @@ def _no_number(name: str) -> NoReturn:
     raise BadRow("malformed JSON", f"{name} is no number of JSON's")
 
 
+def parquet_batches(files: Iterable[str], start: int = 0) -> Iterator[Any]:
+    """Batches of rows of Parquet files from one row on; groups of rows before it are not read.
+
+    `datasets` reads a whole group of rows at once, which may be a million.
+    """
+    import fsspec
+    from pyarrow.parquet import ParquetFile
+
+    for path in files:
+        is_local = Path(path).is_file()  # whose name may mean something else as an address
+        with opened(Path(path)) if is_local else fsspec.open(path, "rb") as file:
+            parquet = ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+            groups = [*range(parquet.metadata.num_row_groups)]
+            while groups and start >= parquet.metadata.row_group(groups[0]).num_rows:
+                start -= parquet.metadata.row_group(groups.pop(0)).num_rows
+            batches: Any = parquet.iter_batches(_ROWS_AT_ONCE, row_groups=groups)
+            for batch in batches:
+                yield batch.slice(start)
+                start = max(0, start - len(batch))
+
+
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
 
     try:
         check_regular(path)
-        with ParquetFile(path) as file:
-            batches: Any = file.iter_batches(_ROWS_AT_ONCE)
-            rows = (row for batch in batches for row in arrow_rows(batch))
-            for number, row in enumerate(rows, start=1):
-                yield f"{path} row {number}", row
+        rows = (row for batch in parquet_batches([str(path)]) for row in arrow_rows(batch))
+        for number, row in enumerate(rows, start=1):
+            yield f"{path} row {number}", row
     except (OSError, ArrowException) as error:
         raise ConfigError(
             f"'{path}' cannot be read as Parquet: {error}\n    write the file again"
@@ -194,7 +214,10 @@ class HfTaskSpec(RowTaskSpec):
     revision: str | None = None
     """Commit, tag or branch of the hub's repository."""
     streaming: bool = False
-    """Whether rows are read one by one instead of being downloaded first; needs `max_rows`."""
+    """Whether rows are read when they are needed, for sets that are larger than memory, instead of
+    being downloaded first; with `max_rows` those rows alone, before the run starts."""
+    buffer_rows: PositiveInt = 1024
+    """Rows of a stream that are read, and shuffled with each other, at once."""
     max_rows: PositiveInt | None = None
     """Rows of each split to read at most, the first ones."""
 
@@ -204,24 +227,22 @@ class HfTaskSpec(RowTaskSpec):
                 f"'{self.dataset}': both held_out_split and num_held_out={self.num_held_out} are "
                 "given\n    give one of them"
             )
-        if self.streaming and self.max_rows is None:
-            raise ConfigError(
-                f"'{self.dataset}': it is streamed, and nothing says how many rows are read\n"
-                "    give max_rows, or set streaming=false"
-            )
-        held_out = None if self.held_out_split is None else self._source(self.held_out_split)
-        task_id = Path(self.dataset).name
-        return RowTask(self, task_id, self._source(self.split), held_out)
+        task_id, name = Path(self.dataset).name, f"{self.dataset} {self.split}"
+        streamed = self.streaming and self.max_rows is None
+        held_out = None
+        if self.held_out_split is not None:
+            rows = islice(self._rows(self.held_out_split), self.buffer_rows if streamed else None)
+            held_out = RowSource(f"{self.dataset} {self.held_out_split}", rows)
+        if not streamed:
+            return RowTask(self, task_id, RowSource(name, self._rows(self.split)), held_out)
+        rows_from = partial(self._rows, self.split)
+        return StreamedRowTask(self, task_id, name, rows_from, self.buffer_rows, held_out)
 
-    def _source(self, split: str) -> RowSource:
-        return RowSource(f"{self.dataset} {split}", self._rows(split))
-
-    def _rows(self, split: str) -> Iterator[tuple[str, Any]]:
+    def _rows(self, split: str, start: int = 0) -> Iterator[tuple[str, Any]]:
         try:
-            at_once = min(_ROWS_AT_ONCE, self.max_rows or _ROWS_AT_ONCE)
-            tables = self._loaded(split).with_format("arrow").iter(at_once)
+            tables = self._tables(split, start)
             rows = islice((row for table in tables for row in arrow_rows(table)), self.max_rows)
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(rows, start=start + 1):
                 yield f"{self.dataset} {split} row {number}", row
         except (OSError, ValueError, RuntimeError) as error:  # the library's own are of these
             raise ConfigError(
@@ -230,7 +251,7 @@ class HfTaskSpec(RowTaskSpec):
                 "data_files; without a network only what is in the cache can be had"
             ) from error
 
-    def _loaded(self, split: str) -> Any:
+    def _tables(self, split: str, start: int) -> Iterator[Any]:
         from datasets import config, load_dataset, load_dataset_builder
 
         folder = Path(self.dataset)
@@ -238,16 +259,21 @@ class HfTaskSpec(RowTaskSpec):
         for path in map(Path, self.data_files or ()):
             if path.exists():  # else a pattern, or an address
                 check_regular(path)
+        at_once = min(_ROWS_AT_ONCE, self.max_rows or _ROWS_AT_ONCE)
         if any((folder / name).is_file() for name in _SAVED):
-            return self._saved(split)
+            return self._saved(split).skip(start).with_format("arrow").iter(at_once)
         options: dict[str, Any] = {
             "name": self.config_name,
             "data_files": None if self.data_files is None else list(self.data_files),
             "revision": self.revision,
         }
+        builder = load_dataset_builder(self.dataset, **options)
+        found = builder.config.data_files or {}
         if self.streaming:
-            return load_dataset(self.dataset, **options, split=split, streaming=True)
-        found = load_dataset_builder(self.dataset, **options).config.data_files or {}
+            if type(builder).__name__ == "Parquet" and split in found:
+                return parquet_batches(map(str, found[split]), start)
+            loaded: Any = builder.as_streaming_dataset(split=split)
+            return (loaded.skip(start) if start else loaded).with_format("arrow").iter(at_once)
         files = sorted({Path(str(file)) for part in found.values() for file in part})
         if local := [file for file in files if file.is_file()]:
             # The library's cache knows local files by their times alone, which a copy may keep.
@@ -257,7 +283,8 @@ class HfTaskSpec(RowTaskSpec):
                     digest.update(hashlib.file_digest(content, "sha256").digest())
             cache = Path(config.HF_DATASETS_CACHE) / "penstock" / digest.hexdigest()[:16]
             options["cache_dir"] = str(cache)
-        return load_dataset(self.dataset, **options, split=split)
+        whole: Any = load_dataset(self.dataset, **options, split=split)
+        return whole.with_format("arrow").iter(at_once)
 
     def _saved(self, split: str) -> Any:
         """Return a data set of `save_to_disk`; one without splits is all of `train`."""

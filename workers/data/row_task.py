@@ -1,9 +1,10 @@
 """Tasks made of rows: prompts with answers, demonstrations or pairs, wherever the rows come from.
 
-Rows come in the forms of TRL and OpenAI: a prompt with an answer; a prompt with a completion; a
-prompt, or none, with a chosen and a rejected response; or a whole conversation. Each prompt and
-response is a text, or a list of messages. A row's parts are found, checked and kept as text, in a
-Hugging Face dataset. The reward is a named verifier of `verifiers.py`, one that each row names, or
+Rows come in the forms of TRL and OpenAI: a prompt with an answer; a prompt with a completion, which
+may be labelled good or bad; a prompt, or none, with a chosen and a rejected response; a whole
+conversation; a text; or tokens. Each prompt and response is a text, or a list of messages. A row's
+parts are found, checked and kept as text, in a Hugging Face dataset. `row_forms` tells the forms
+apart. The reward is a named verifier of `verifiers.py`, one that each row names, or
 the user's own function. `row_sources` gives the rows.
 """
 
@@ -23,7 +24,6 @@ from typing_extensions import override
 from ...dataflow.errors import ConfigError
 from ...dataflow.options import FiniteFloat, option_class
 from ...dataflow.registry import imported
-from ...dataflow.runtime.call_context import current_step
 from ..isolation.child import USER_ERRORS
 from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.pool import Outcome, VerifierSpec, joined
@@ -36,6 +36,7 @@ from ..verifiers.reward_function import (
 )
 from ..verifiers.verifiers import BUILT_IN, Reference, warm_up
 from .orders import epoch_order
+from .row_forms import BOOLEANS, at, recognized, remade, tokenized
 from .task import (
     BadRow,
     DataReport,
@@ -60,6 +61,8 @@ _WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")  # may be co
 # Rewards whose answers may be lists or objects instead of their JSON text.
 _READ_JSON = ("code_tests", "instructions")
 
+_NOTHING_ASKED = {"prompt": "", "messages": "", "replies": ""}
+
 _Messages = list[dict[str, Any]]
 
 
@@ -76,7 +79,7 @@ class WrittenFloat(float):
 
 PARTS = (
     *("messages", "prompt", "tools", "answer", "response", "chosen", "rejected", "chosen_score"),
-    *("rejected_score", "reward", "pass_rate", "id"),
+    *("rejected_score", "reward", "pass_rate", "id", "text", "tokens", "label"),
 )
 """Parts of a row, in the order in which they are looked at.
 
@@ -101,7 +104,7 @@ def good_rows(
     """
     from datasets import Dataset
 
-    kept: list[dict[str, str]] = []
+    kept: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     for where, row in source:
         notes: list[str] = []
@@ -121,35 +124,42 @@ def good_rows(
         report.notes.update(notes)
         kept.append({**good, "where": where})
     report.keep(len(kept))
-    response = ("response",) if "messages" in fields else ()
-    names = {*fields, *response, "prompt", "messages", "tools", "replies", "where"}
-    names |= {"columns"} if columns else set[str]()
-    return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
+    return Dataset.from_dict({n: [row[n] for row in kept] for n in sorted(kept[0] if kept else ())})
 
 
 def _validated(
     row: Any, fields: Mapping[str, str], verifier: str, notes: list[str]
-) -> dict[str, str]:
+) -> dict[str, Any]:
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, Mapping):
         raise BadRow("not an object", f"a row is an object with named fields, got {json_type(row)}")
-    good = {"tools": ""}
+    good: dict[str, Any] = {"tools": ""}
     written: dict[str, str | _Messages] = {}
     for part, field in fields.items():
         if part == "tools":
             good[part] = _tools(row.get(field), field)
+        elif part == "text":  # one without a prompt, all of which is a response
+            good |= _NOTHING_ASKED | {"response": _text(row, part, field)}
+        elif part == "tokens":
+            good["tokens"], good["trained"] = tokenized(row, field)
+            good |= _NOTHING_ASKED | {"response": ""}
+        elif part == "label":
+            if (label := at(row, field)) not in BOOLEANS:
+                detail = f"expected true or false, got {json_type(label)}"
+                raise BadRow(f"wrong type of '{field}'", detail)
+            good[part] = bool(label)
         elif part in _WRITTEN:
             # Beside a prompt that is a text, a response may be any text, one of messages as well.
             as_text = isinstance(written.get("prompt"), str)
             written[part] = _written(row, part, field, as_text)
-        elif part == "answer" and isinstance(row.get(field), list | Mapping):
+        elif part == "answer" and isinstance(value := at(row, field), list | Mapping):
             reward = row.get(fields["reward"]) if "reward" in fields else verifier
             if reward not in _READ_JSON:
                 read = f"{' and '.join(_READ_JSON)} read others"
-                detail = f"expected text, got {json_type(row[field])}; {read}"
+                detail = f"expected text, got {json_type(value)}; {read}"
                 raise BadRow(f"wrong type of '{field}'", detail)
-            good[part] = _json(row[field], field)
+            good[part] = _json(value, field)
         else:
             good[part] = _text(row, part, field)
     if good.get("reward", "exact_match") not in BUILT_IN:
@@ -165,7 +175,7 @@ def _validated(
         detail = f"'{fields['chosen']}' and '{fields['rejected']}' are the same"
         raise BadRow("equal pair", detail)
     notes += _notes(row, written, fields)
-    return {**good, **_exchange(written, fields)}
+    return {**good, **(_exchange(written, fields) if written else {})}
 
 
 def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str]) -> dict[str, str]:
@@ -233,7 +243,7 @@ def _common_end(chosen: str | _Messages, rejected: str | _Messages) -> int:
 
 def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
     """Return a text or messages, which may be given as JSON text as well unless `as_text`."""
-    value = row.get(field)
+    value = at(row, field)
     if isinstance(value, str) and not as_text:
         value = messages_in(value) or value
     if not isinstance(value, list):
@@ -245,12 +255,7 @@ def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> st
 
 
 def _text(row: Mapping[str, Any], part: str, field: str) -> str:
-    if field not in row:
-        has = ", ".join(map(str, row)) or "nothing"
-        pairs = part == "prompt" and {"chosen", "rejected"} <= row.keys()
-        hint = "; of pairs that hold their prompts, set task.prompt_field=null" if pairs else ""
-        raise BadRow(f"missing field '{field}'", f"it has {has}{hint}")
-    value = row[field]
+    value = at(row, field)
     if value is None:
         raise BadRow(f"missing field '{field}'", "it is null")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -374,13 +379,24 @@ class RowTaskSpec:
     """Field with JSON schemas of what the model may call in a conversation; null if there is
     none."""
     answer_field: str | None = "answer"
-    """Field with the right answer, text or number, for the reward; null if there is none."""
+    """Field with the right answer, text or number, for the reward; null if there is none. A name
+    with a dot is inside an object: `reward_model.ground_truth`."""
     response_field: str | None = None
     """Field with a response to imitate, a text or messages; null to imitate the answer."""
     chosen_field: str | None = None
     """Field with the better response of a pair, a text or messages; null if there are no pairs."""
     rejected_field: str | None = None
     """Field with the worse response of a pair."""
+    label_field: str | None = None
+    """Field that says whether the response is a good one, for `algorithm=kto`."""
+    text_field: str | None = None
+    """Field with a text to imitate as a whole, read instead of a prompt and a response."""
+    tokens_field: str | None = None
+    """Field with token ids, read instead of texts, for `algorithm=sft`. `labels` that are -100, or
+    `completion_mask` and `assistant_masks` that are 0, say which are not imitated."""
+    map: str | None = None
+    """A function of yours, as `module:function` or `path.py:function`, that every row goes through
+    before it is checked: it returns the row with other columns, or None to leave it out."""
     chosen_score_field: str | None = None
     """Field with a number for how good the better response is; null if there are none."""
     rejected_score_field: str | None = None
@@ -417,23 +433,29 @@ class RowTask(Task):
         self, spec: RowTaskSpec, task_id: str, source: RowSource, held_out: RowSource | None
     ) -> None:
         _check_spec(spec, source.name)
+        source, first = _peeked(spec, source)
+        spec, form = recognized(spec, source.name, first)
         self.spec = spec
         self.task_id = task_id
         self.correct_score = spec.correct_score
         self._name = source.name
         self.reward_weights = spec.reward_weights or {}
-        source, self._columns = _peeked(source)
+        self._columns = _columns(first)
         self.read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
         self._verifiers = self._made_verifiers()
-        rows, self.report = self._read(source)
+        rows, self.report = self.read(source)
+        self.report.check(spec.max_bad_fraction)
+        if form:
+            self.report.notes[form] = 0
         if held_out is not None:
-            held_out, there = _peeked(held_out)
-            if lacks := sorted({*self._kept} - {*there}):
+            held_out, first = _peeked(spec, held_out)
+            if lacks := sorted({*self._kept} - {*_columns(first)}):
                 raise ConfigError(
                     f"'{held_out.name}' lacks {', '.join(lacks)}, which the reward reads of "
                     f"'{source.name}'\n    give held-out rows with the same columns"
                 )
-            evaluated, other = self._read(held_out)
+            evaluated, other = self.read(held_out)
+            other.check(spec.max_bad_fraction)
             self.report = self.report.joined(other)
         else:
             evaluated = rows.select(_held_out_rows(spec, source.name, rows))
@@ -446,6 +468,7 @@ class RowTask(Task):
         from datasets import concatenate_datasets
 
         self._rows: Dataset = concatenate_datasets([train, evaluated])
+        self._rewards = sorted(set(self._rows["reward"])) if spec.reward_field else []
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
 
@@ -464,7 +487,8 @@ class RowTask(Task):
         own = {name for one in self._verifiers.values() for name in one.columns}
         return tuple(name for name in self._columns if name in own | {*self.spec.reward_columns})
 
-    def _read(self, source: RowSource) -> tuple[Dataset, DataReport]:
+    def read(self, source: RowSource) -> tuple[Dataset, DataReport]:
+        """Return the rows of a source that can be used, and a report on all."""
         spec = self.spec
         named = {part: getattr(spec, f"{part}_field") for part in PARTS}
         if spec.messages_field is not None:
@@ -472,12 +496,12 @@ class RowTask(Task):
         asks_answer = any("answer" in (one.asks or ()) for one in self._verifiers.values())
         if not asks_answer and spec.answer_field not in self._columns:
             named["answer"] = None
+        if spec.text_field is not None or spec.tokens_field is not None:
+            named = {part: named[part] for part in ("text", "tokens", "id", "pass_rate")}
         given = {part: field for part, field in named.items() if field is not None}
         report = DataReport(source.name)
         verifier = spec.reward if isinstance(spec.reward, str) else ""
-        rows = good_rows(source.rows, given, report, verifier, self._kept)
-        report.check(spec.max_bad_fraction)
-        return rows, report
+        return good_rows(source.rows, given, report, verifier, self._kept), report
 
     @property
     def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - it raises only if asked
@@ -499,7 +523,7 @@ class RowTask(Task):
             )
         if spec.reward_field is None:
             return self._verifiers
-        names = sorted(set(self._rows["reward"]))
+        names = self._rewards
         return {
             "": VerifierSpec(
                 factory="penstock.workers.data.row_task:make_row_verifier",
@@ -566,6 +590,9 @@ class RowTask(Task):
 
     @override
     def score(self, index: int, response: str) -> float | None:
+        # Imported here, as it brings torch, which reading rows does without.
+        from ...dataflow.runtime.call_context import current_step
+
         said: dict[str, Outcome] = {}
         for name, (spec, reward) in self._here.items():
             facts = response_facts(spec, self, index, response)
@@ -599,6 +626,15 @@ class RowTask(Task):
         return (*call, row["reward"]) if "reward" in row else call
 
     @override
+    def is_good(self, index: int) -> bool | None:
+        return self._rows[index].get("label")
+
+    @override
+    def tokens(self, index: int) -> tuple[list[int], list[bool]] | None:
+        row = self._rows[index]
+        return (row["tokens"], row["trained"]) if "tokens" in row else None
+
+    @override
     def pass_rate(self, index: int) -> float | None:
         given = self._rows[index].get("pass_rate")
         return None if given is None else float(given)
@@ -626,10 +662,16 @@ def _check_spec(spec: RowTaskSpec, name: str) -> None:
             f"'{name}': only {given} is given, but a pair has a better and a worse response\n"
             "    give chosen_field and rejected_field together"
         )
-    if spec.messages_field is None and spec.prompt_field is None and spec.chosen_field is None:
+    asks = ("messages_field", "prompt_field", "chosen_field", "text_field", "tokens_field")
+    if all(getattr(spec, field) is None for field in asks):
         raise ConfigError(
             f"'{name}': prompt_field is null, and nothing else says what is asked\n"
             "    give prompt_field, messages_field, or chosen_field and rejected_field"
+        )
+    if spec.label_field is not None and spec.response_field is None:
+        raise ConfigError(
+            f"'{name}': label_field says whether a response is good, and there is none\n"
+            "    give response_field, the field that it is about"
         )
     if spec.messages_field is not None and (spec.response_field or spec.chosen_field):
         raise ConfigError(
@@ -650,16 +692,19 @@ def _check_spec(spec: RowTaskSpec, name: str) -> None:
         )
 
 
-def _peeked(source: RowSource) -> tuple[RowSource, tuple[str, ...]]:
-    """Return the same rows, and the columns of the first of them."""
-    rows = iter(source.rows)
+def _peeked(spec: RowTaskSpec, source: RowSource) -> tuple[RowSource, list[Any]]:
+    """Return the rows as `task.map` makes them, and the first of them."""
+    rows = remade(spec.map, source.rows)
     first = list(islice(rows, _PEEKED))
-    names = dict.fromkeys(str(n) for _, row in first if isinstance(row, Mapping) for n in row)
-    return RowSource(source.name, chain(first, rows)), tuple(names)
+    return RowSource(source.name, chain(first, rows)), [row for _, row in first]
+
+
+def _columns(rows: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(n) for row in rows if isinstance(row, Mapping) for n in row))
 
 
 def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:
-    prompts = _whole_prompts(rows)
+    prompts = whole_prompts(rows)
     chosen: dict[str, int] = {}
     for row in epoch_order(len(prompts), spec.seed, 0).tolist():
         if len(chosen) == spec.num_held_out:
@@ -674,10 +719,10 @@ def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:
 
 
 def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
-    evaluated = set(_whole_prompts(held_out))
+    evaluated = set(whole_prompts(held_out))
     own = set(held_out["where"])  # no other rows have these: they begin with the path
     left: list[int] = []
-    for index, (prompt, where) in enumerate(zip(_whole_prompts(rows), rows["where"], strict=True)):
+    for index, (prompt, where) in enumerate(zip(whole_prompts(rows), rows["where"], strict=True)):
         if prompt not in evaluated:
             left.append(index)
         elif where not in own:
@@ -685,6 +730,13 @@ def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
     return rows.select(left)
 
 
-def _whole_prompts(rows: Dataset) -> list[str]:
-    pairs = zip(rows["messages"], rows["prompt"], strict=True)
-    return [messages or prompt for messages, prompt in pairs]
+def whole_prompts(rows: Dataset) -> list[str]:
+    """Return what tells problems apart: the conversation, the prompt, or else the whole text."""
+    if not len(rows):
+        return []
+    asked = zip(rows["messages"], rows["prompt"], strict=True)
+    prompts = [messages or prompt for messages, prompt in asked]
+    if all(prompts):
+        return prompts
+    rest = rows["tokens"] if "tokens" in rows.column_names else rows["response"]
+    return [str(one) for one in rest]

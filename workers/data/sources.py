@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from ...algorithms.roles.language_tables import (
     Demonstrations,
+    Feedback,
     PreferencePairs,
     Prompts,
     ScoredPairs,
@@ -26,8 +28,8 @@ from ...algorithms.roles.language_tables import (
 from ...dataflow.errors import ConfigError, one_process
 from ..isolation.child import as_score
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows
-from .chat import ChatOptions, Encoded, NoPrefix, PromptEncoder
-from .orders import SHUFFLED, Order, step_rows
+from .chat import ChatOptions, Encoded, LossOn, NoPrefix, PromptEncoder, runs
+from .orders import SHUFFLED, Buffers, Order, StepRows, step_rows
 from .task import BadRow, DataReport, Message, Task
 
 T = TypeVar("T")
@@ -48,6 +50,8 @@ class TaskSource:
         max_response_tokens: The same of responses, with their end-of-sequence token.
         max_bad_fraction: Largest share of rows that may be left out.
         chat: How conversations are rendered.
+        loss_on: Tokens of a demonstration that are imitated.
+        pack_tokens: A step takes packs of rows that have so many tokens together, not single rows.
         left_out: Training problems that are not used: those that are evaluated on elsewhere.
         order: Which problems a step takes.
 
@@ -60,6 +64,7 @@ class TaskSource:
     """
 
     what = "row"
+    _takes_texts = False  # whether a row may be a text without a prompt
 
     def __init__(
         self,
@@ -74,20 +79,33 @@ class TaskSource:
         chat: ChatOptions = ChatOptions(),
         left_out: Container[int] = (),
         order: Order = SHUFFLED,
+        loss_on: LossOn = "response",
+        pack_tokens: int | None = None,
     ) -> None:
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
         self.report = DataReport(f"{self.what}s of task '{task.task_id}'")
         self._prompts = PromptEncoder(task, tokenizer, chat)
-        self._rows_of = self._encoded(left_out)
+        self._loss_on: LossOn = loss_on
+        self._pack_tokens = pack_tokens
+        self._packs: dict[int, list[int]] = {}  # by their first rows
+        train = [i for i in task.listed if i in task.train and i not in left_out]
+        # of rows of a stream, which are not known yet
+        self._longest = self._bound(train, order) if task.buffer_rows else None
+        self._rows_of = self._encoded([*train, *task.held_out])
         self.report.check(max_bad_fraction)
         train, self._held_out = (
-            [i for i in part if i in self._rows_of] for part in (task.train, task.held_out)
+            [i for i in part if i in self._rows_of] for part in (train, task.held_out)
         )
+        what = self.what if pack_tokens is None else "pack"
+        self._buffers = {0: self._units(train)}
+        if task.buffer_rows:
+            self._rows: StepRows = Buffers(self._buffer, what, batch_size, seed)
+            return
         self._rows = step_rows(
-            self.what,
-            [index for index in train if index not in left_out],
+            what,
+            self._buffers[0],
             batch_size=batch_size,
             seed=seed,
             task=task,
@@ -95,22 +113,72 @@ class TaskSource:
             report=self.report,
         )
 
-    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+    def _bound(self, train: Sequence[int], order: Order) -> int:
+        """Return the most tokens that rows of a stream may have, by the limits."""
+        if order != SHUFFLED:
+            raise ConfigError(
+                "'task.order' and 'task.pass_rates' compare all problems, and a stream's are not "
+                "known\n    leave them out, or read the rows before the run starts: "
+                "task.streaming=false"
+            )
+        prompts = self._max_prompt_tokens
+        if prompts is None and any(self._prompts.written(index) for index in train):
+            raise ConfigError(
+                f"task '{self._task.task_id}' is a stream, so its longest prompt is not known "
+                "before the run\n    say what to leave out: task.max_prompt_tokens=1024"
+            )
+        return (prompts or 0) + (self._max_response_tokens or 0)
+
+    def _buffer(self, number: int) -> Sequence[int]:
+        """Return what can be used of a buffer of a stream; the rows of two are kept."""
+        if number not in self._buffers:
+            problems = self._task.buffered(number)
+            found = self._encoded(problems) if problems else {}
+            if len(self._buffers) > 1:
+                for index in self._rows_in(self._buffers.pop(next(iter(self._buffers)))):
+                    del self._rows_of[index]
+                    self._packs.pop(index, None)
+            self._rows_of.update(found)
+            self._buffers[number] = self._units([*found])
+        return self._buffers[number]
+
+    def _units(self, train: list[int]) -> list[int]:
+        """Return numbers of what steps take: of rows, or of the first row of each pack."""
+        most = self._pack_tokens
+        if most is None:
+            return train
+        if self._task.shares:
+            raise ConfigError(
+                "'task.pack_tokens': a mixture has its share of rows in every step, and packs hold "
+                "rows of all\n    leave pack_tokens out, or train on one task"
+            )
+        lengths = {index: len(self._rows_of[index][0].ids) for index in train}
+        packs = packed(lengths, most)
+        self.report.notes[
+            f"{self.report.source}: {len(train)} rows in {len(packs)} packs of up to {most} "
+            f"tokens, {sum(lengths.values()) / max(1, len(packs) * most):.1%} full"
+        ] = 0
+        self._packs.update((pack[0], pack) for pack in packs)
+        return [pack[0] for pack in packs]
+
+    def _rows_in(self, units: Iterable[int]) -> list[int]:
+        return [index for unit in units for index in self._packs.get(unit, [unit])]
+
+    def _encoded(self, problems: Sequence[int]) -> dict[int, list[Encoded]]:
         """Return problem -> its rows, of all that can be used."""
         raise NotImplementedError
 
     def _with_responses(
-        self, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
+        self, problems: Sequence[int], texts_of: Callable[[int], Sequence[str | None]]
     ) -> dict[int, list[Encoded]]:
         """Encode the problems to learn from, and held-out ones that have responses.
 
         Responses are the task's replies, or else what `texts_of` gives; None is missing. Returns
         index -> its prompt with each of its responses, of those that can be used.
         """
-        held_out = [index for index in self._task.held_out if None not in texts_of(index)]
-        train = [index for index in self._task.train if index not in left_out]
+        used = [i for i in problems if i in self._task.train or None not in texts_of(i)]
         kept: dict[int, list[Encoded]] = {}
-        for index, prompt in self._encoded_prompts([*train, *held_out]).items():
+        for index, prompt in self._encoded_prompts(used).items():
             with one_process():
                 replies = self._task.replies(index)
             given: Sequence[Response | None] = texts_of(index) if replies is None else replies
@@ -125,16 +193,25 @@ class TaskSource:
         return kept
 
     def _with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
+        if (ready := one_process()(self._task.tokens)(index)) is not None:
+            size = self._tokenizer.vocab_size
+            if wrong := [token for token in ready[0] if not 0 <= token < size]:
+                detail = f"{wrong[0]}, and the tokenizer has {size} tokens"
+                raise BadRow("a token outside the vocabulary", detail)
+            return Encoded(ready[0], runs(ready[1]))
         if self._prompts.messages(index) is not None:
-            return self._prompts.with_reply(index, response)
+            return self._prompts.with_reply(index, response, self._loss_on)
         ids = self._tokenizer.encode_response(str(response))
-        return Encoded([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
+        if not prompt:  # a text begins with what a prompt would, and nothing says its first token
+            ids = self._tokenizer.begun(ids)
+        first = 1 if self._loss_on == "all" else max(len(prompt), 1)
+        return Encoded([*prompt, *ids], [(first, len(prompt) + len(ids))])
 
     def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
         def checked(index: int, ids: list[int] | BadRow) -> list[int]:
             if isinstance(ids, BadRow):
                 raise ids
-            if not ids:
+            if not ids and not self._takes_texts:
                 raise BadRow("empty prompt", "it has no tokens")
             self._check("prompt", self._prompts.written(index), len(ids), self._max_prompt_tokens)
             return ids
@@ -158,6 +235,8 @@ class TaskSource:
         several = len(row.spans) > 1
         what = "conversation from the assistant's first turn on" if several else "response"
         self._check(what, text, num_tokens, self._max_response_tokens)
+        self._check("row", "", len(row.ids), self._longest)
+        self._check("row for a pack", "", len(row.ids), self._pack_tokens)
         return row
 
     def _check(self, what: str, text: str, num_tokens: int, limit: int | None) -> None:
@@ -177,11 +256,11 @@ class TaskSource:
 
     @one_process()
     def _need_answers(self) -> None:
-        if all(self._task.answer_text(index) is None for index in self._task.train):
+        if all(self._task.answer_text(index) is None for index in self._task.listed):
             raise ConfigError(
                 f"task '{self._task.task_id}' has no answers to make {self.what}s of\n"
-                "    choose another task, give a file with answers or responses, or leave out the "
-                "stage that needs them, such as ~algorithm.before.sft"
+                "    choose another task, name the column of answers (task.answer_field), or leave "
+                "out the stage that needs them, such as ~algorithm.before.sft"
             )
 
     @property
@@ -192,6 +271,8 @@ class TaskSource:
     @property
     def longest(self) -> int:
         """Tokens of the longest row, held-out ones included; made-up responses do not count."""
+        if self._longest is not None:
+            return self._longest
         return max(len(row.ids) for given in self._rows_of.values() for row in given)
 
     @property
@@ -212,8 +293,8 @@ class PromptSource(TaskSource):
     what = "prompt"
 
     @override
-    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
-        usable = self._encoded_prompts([*self._task.train, *self._task.held_out])
+    def _encoded(self, problems: Sequence[int]) -> dict[int, list[Encoded]]:
+        usable = self._encoded_prompts(problems)
         self.report.keep(len(usable))
         return {index: [Encoded(ids, [])] for index, ids in usable.items()}
 
@@ -251,16 +332,17 @@ class DemonstrationSource(TaskSource):
     """Prompts with the task's own answers, for supervised fine-tuning; see `TaskSource`."""
 
     what = "demonstration"
+    _takes_texts = True
 
     @override
-    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+    def _encoded(self, problems: Sequence[int]) -> dict[int, list[Encoded]]:
         self._need_answers()
         answer_of = one_process()(self._task.answer_text)
-        return self._with_responses(left_out, lambda index: (answer_of(index),))
+        return self._with_responses(problems, lambda index: (answer_of(index),))
 
     def batch(self, step: int) -> Demonstrations:
         """Return the rows of a step; the mask is True on answers and their ends of sequence."""
-        return self._table(self._rows.at(step))
+        return self._table(self._rows_in(self._rows.at(step)))
 
     def held_out(self) -> Demonstrations | None:
         return self._table(self._held_out) if self._held_out else None
@@ -278,14 +360,22 @@ class PairSource(TaskSource):
     """
 
     what = "preference pair"
+    _takes_labels = False
 
     @override
-    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+    def _encoded(self, problems: Sequence[int]) -> dict[int, list[Encoded]]:
         with one_process():
-            self._explicit = self._task.pair_texts(self._task.train[0]) is not None
+            self._explicit = self._task.pair_texts(problems[0]) is not None
+            self._labelled = self._task.is_good(problems[0]) is not None
+        if self._labelled and not self._takes_labels:
+            raise ConfigError(
+                f"task '{self._task.task_id}' has single responses with a label, and "
+                f"{self.what}s are read\n    train with algorithm=kto, or give "
+                "task.chosen_field and task.rejected_field"
+            )
         if not self._explicit:
             self._need_answers()
-        return self._with_responses(left_out, self._given)
+        return self._with_responses(problems, self._given)
 
     def batch(self, step: int) -> PreferencePairs:
         """Return the pairs of a step: two rows each, the better one first."""
@@ -321,7 +411,8 @@ class PairSource(TaskSource):
     def _made_up_text(self, index: int, epoch: int) -> str:
         rng = random.Random(f"{self._seed}/{epoch}/{index}")
         answer = self._task.answer_text(index) or ""
-        other = self._task.answer_text(rng.choice(self._task.train)) or ""
+        others = self._task.listed if self._task.buffer_rows else self._task.train
+        other = self._task.answer_text(rng.choice(others)) or ""
         return wrong_answer(answer, other, rng, lambda made: self._is_wrong(index, made))
 
     @one_process()
@@ -338,6 +429,25 @@ class PairSource(TaskSource):
             return score is None or score < self._task.correct_score
         except Exception:  # as in a reward: what the verifier cannot read is not right
             return True
+
+
+class FeedbackSource(PairSource):
+    """Single responses that are good or bad: the task's labelled ones, or both of each pair.
+
+    Arguments as for `PairSource`.
+    """
+
+    what = "labelled response"
+    _takes_labels = True
+
+    @override
+    def _table(self, problems: Sequence[int], epoch: int) -> Feedback:
+        if not self._labelled:
+            return Feedback(**vars(super()._table(problems, epoch)))
+        tokens, mask = _sequences([self._rows_of[index][0] for index in problems])
+        good = [bool(one_process()(self._task.is_good)(index)) for index in problems]
+        ids = torch.tensor(problems, dtype=torch.int64)
+        return Feedback(pair_id=ids, tokens=tokens, mask=mask, chosen=torch.tensor(good))
 
 
 class ScoredPairSource(PairSource):
@@ -376,6 +486,23 @@ def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
         for start, end in row.spans:
             mask[place, start:end] = True
     return tokens, mask
+
+
+def packed(lengths: Mapping[int, int], most: int) -> list[list[int]]:
+    """Divide rows among packs of at most `most` tokens, longest first, each where it fits best.
+
+    Best fit decreasing: a row joins the fullest pack that has room for it, or begins one.
+    """
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # tokens left and number of each pack, ascending
+    for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
+        place = bisect_left(room, (lengths[index], -1))
+        left, pack = room.pop(place) if place < len(room) else (most, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(index)
+        insort(room, (left - lengths[index], pack))
+    return packs
 
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")

@@ -145,6 +145,7 @@ class Task:
             safe.
         reward_weights: Factors on named parts of the score; 1 for a part that is left out.
         read_as: "prompt" and "answer" -> the column that is read as such, if the task has rows.
+        buffer_rows: Problems of a stream that are known at once, in `buffered`; 0 if all are known.
         shares: Of a task of several parts, the share in every step and the training problems of
             each; shares add up to 1.
         chat_template: How conversations are rendered with a tokenizer that has no template.
@@ -171,6 +172,7 @@ class Task:
     verifier: VerifierSpec | None = None
     reward_weights: Mapping[str, float] = {}
     read_as: Mapping[str, str | None] = {}
+    buffer_rows: int = 0
     shares: Sequence[tuple[float, range]] = ()
     chat_template: str | None = None
     further_characters: str | None = None
@@ -236,9 +238,27 @@ class Task:
         """Return scores of the better and the worse response."""
         return None
 
+    def is_good(self, index: int) -> bool | None:
+        """Return whether the response to imitate is a good one, where responses are labelled."""
+        return None
+
+    def tokens(self, index: int) -> tuple[list[int], list[bool]] | None:
+        """Return tokens, and which are imitated, of a demonstration that is tokenized already."""
+        return None
+
     def pass_rate(self, index: int) -> float | None:
         """Return how often the problem is solved, from 0 to 1."""
         return None
+
+    def buffered(self, number: int) -> Sequence[int]:
+        """Return the problems of one buffer of a stream, of which there is no end."""
+        raise NotImplementedError
+
+    @property
+    def listed(self) -> Sequence[int]:
+        """Problems to look at for what is true of all: all of them, or a stream's first ones."""
+        train = self.buffered(0) if self.buffer_rows else self.train
+        return (*train, *self.held_out)
 
     def suites(self) -> Mapping[str, Sequence[int]]:
         """Return name -> held-out problems, of kinds that are evaluated apart."""
@@ -337,11 +357,15 @@ class WrappedTask(Task):
         self._task = task
         self.task_id = task.task_id if task_id is None else task_id
         self.train, self.held_out, self.report = task.train, task.held_out, task.report
+        self.buffer_rows = task.buffer_rows
         self.correct_score = task.correct_score
 
     def at(self, index: int) -> tuple[Task, int]:
         """Return whose problem it is, and its index there."""
         return self._task, index
+
+    def buffered(self, number: int) -> Sequence[int]:
+        return self._task.buffered(number)
 
     prompt_text = handed_on(Task.prompt_text)
     messages = handed_on(Task.messages)
@@ -350,6 +374,8 @@ class WrappedTask(Task):
     replies = handed_on(Task.replies)
     imitates_history = handed_on(Task.imitates_history)
     pair_texts = handed_on(Task.pair_texts)
+    is_good = handed_on(Task.is_good)
+    tokens = handed_on(Task.tokens)
     pass_rate = handed_on(Task.pass_rate)
     score = handed_on(Task.score)
     verifier_call = handed_on(Task.verifier_call)
@@ -427,7 +453,7 @@ def task_alphabet(task: Task) -> str:
 
     further = task.further_characters
     found = set(PRINTABLE if further is None and task.converses else further or "")
-    for index in (*task.train, *task.held_out):
+    for index in task.listed:
         with one_process():
             found.update(task.prompt_text(index), task.answer_text(index) or "")
             for text in task.pair_texts(index) or ():
@@ -442,7 +468,7 @@ def fingerprint(task: Task) -> str:
     the same prompt, the same answer and pair to learn from, and the same call of the verifier.
     """
     digest = hashlib.sha256()
-    for index in (*task.train, *task.held_out):
+    for index in task.listed:
         with one_process():
             problem = (
                 task.prompt_text(index),
@@ -456,6 +482,8 @@ def fingerprint(task: Task) -> str:
                 problem = (*problem, messages, task.tools(index))
             if (replies := task.replies(index)) is not None:
                 problem = (*problem, replies)
+            if (further := (task.is_good(index), task.tokens(index))) != (None, None):
+                problem = (*problem, further)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

@@ -164,6 +164,7 @@ _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "u
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
 
 
+_AT_ONCE = 256  # texts that are encoded in one call
 _MOST_IDS = 1 << 24
 """Most ids of a vocabulary; no model has as many."""
 
@@ -232,7 +233,10 @@ class Tokenizer:
                 for parts in marked
             ]
         try:
-            return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+            # In pieces: beside ids the library makes ten times as much, which is dropped.
+            pieces = (list(texts[at : at + _AT_ONCE]) for at in range(0, len(texts), _AT_ONCE))
+            found = (self.backend(piece, add_special_tokens=False) for piece in pieces)
+            return [ids for one in found for ids in one["input_ids"]]  # pyright: ignore[reportReturnType]
         except Exception as error:  # the tokenizers library raises Exception itself
             raise ConfigError(
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "

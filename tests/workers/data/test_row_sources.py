@@ -377,10 +377,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     )
     write(tmp_path / "sums", "train.jsonl", ROWS)
     assert "Unknown split" in _refused(dataset=str(tmp_path / "sums"), split="trian")
-    assert _refused(dataset="x", streaming=True) == (
-        "'x': it is streamed, and nothing says how many rows are read\n"
-        "    give max_rows, or set streaming=false"
-    )
     assert _refused(dataset="x", held_out_split="test", num_held_out=2) == (
         "'x': both held_out_split and num_held_out=2 are given\n    give one of them"
     )

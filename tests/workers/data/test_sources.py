@@ -231,7 +231,7 @@ def test_errors() -> None:
         DemonstrationSource(task, TOKENIZER, batch_size=1, seed=0)
     assert str(answers.value) == (
         "task 'propositional_logic' has no answers to make demonstrations of\n"
-        "    choose another task, give a file with answers or responses, or leave out the "
+        "    choose another task, name the column of answers (task.answer_field), or leave out the "
         "stage that needs them, such as ~algorithm.before.sft"
     )
 

@@ -39,7 +39,7 @@ finally:
     os.kill(child, 9)
     os.waitpid(child, 0)
 """
-_OF_A_RUN = ("metrics", "curve", "overview", "more", "timeline", "samples", "steps")
+_OF_A_RUN = ("metrics", "curve", "run", "more", "timeline", "samples", "steps")
 _VIEWS = ("api/runs", *(f"api/{name}?run=two&metric=step_s" for name in _OF_A_RUN), "graph?run=two")
 
 

@@ -231,6 +231,7 @@ def draw(path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: s
                     band = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0}
                     place.fill_between(xs, lows, highs, **band)
             label_axes(place, over, metric)
+            place.xaxis.get_major_locator().set_params(integer=over != "seconds")
             place.set_title(_plain(with_unit(named[metric])), fontsize="medium")
             several = any(len(runs) > 1 for runs in curves.values())
             said = "interquartile mean, 95 % interval" if several else None

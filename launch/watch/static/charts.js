@@ -21,7 +21,7 @@ export class Charts {
     this.runs = [];
     this.known = new Map(); // run's key -> {steps, seconds, columns, ...} of the whole run
     this.zoomed = null; // the same for a range, while one is shown
-    this.charts = []; // {lines: metric -> what its line is called, node, canvas, plot}
+    this.charts = []; // {lines: metric -> what its line is called, most, node, canvas, note, plot}
     const axis = setting("axis",
       [["steps", "steps"], ["seconds", "seconds since the first step"]], () => this.whole());
     const smoothing = setting("smoothing", Object.keys(KEPT).map((name) => [name, name]),
@@ -138,7 +138,9 @@ export class Charts {
       .reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
     this.range = ends[0] < ends[1] ? ends : [Math.min(ends[0], 0), Math.max(ends[1], 0) + 1];
     for (const chart of this.charts) {
-      const { tables, series, bands } = drawn(this.curves(chart, shown));
+      const every = this.curves(chart, shown);
+      const { tables, series, bands } = drawn(every.slice(0, chart.most));
+      if (every.length > chart.most) fill(chart.note, `more in Curves: ${every.length - chart.most}`);
       const data = tables.length ? uPlot.join(tables) : [[]];
       const which = JSON.stringify([series, bands, settings.axis, innerWidth]);
       if (chart.plot && chart.which === which) chart.plot.setData(data);

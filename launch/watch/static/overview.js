@@ -4,7 +4,7 @@ import { Charts } from "./charts.js";
 import { ask, el, fill, number } from "./dom.js";
 
 const LOOK_EVERY = 10; // ticks, for topics that were not there before
-const MOST_LINES = 6; // of a chart
+const MOST_CURVES = 8; // of a chart
 
 export class Overview extends Charts {
   constructor(node, stage, changed) {
@@ -18,17 +18,14 @@ export class Overview extends Charts {
     const { topics } = await this.named();
     this.topics = JSON.stringify(topics);
     for (const chart of this.charts) chart.plot?.destroy();
-    const most = Math.max(1, Math.floor(MOST_LINES / new Set(runs.map((run) => run.group)).size));
     this.charts = topics.map(({ title, lines }) => {
-      const every = Object.entries(lines);
-      const shown = every.slice(0, most);
-      const canvas = el("div");
-      const only = shown.length === 1 && shown[0][1] ? `: ${shown[0][1]}` : "";
-      const more = every.length - most;
-      const node = el("section", {}, el("h3", { title: Object.keys(lines).join("\n") }, title, only), canvas,
-        more > 0 ? el("p", { class: "absent" }, `${more} more lines are in Curves`) : null);
-      if (only) shown[0][1] = ""; // the title says it
-      return { lines: Object.fromEntries(shown), node, canvas };
+      const first = Object.entries(lines).slice(0, MOST_CURVES);
+      const only = first.length === 1 && first[0][1] ? `: ${first[0][1]}` : "";
+      if (only) first[0][1] = ""; // the title says it
+      const [canvas, note] = [el("div"), el("p", { class: "absent" })];
+      const head = el("h3", { title: Object.keys(lines).join("\n") }, title, only);
+      const node = el("section", {}, head, canvas, note);
+      return { lines: Object.fromEntries(first), most: MOST_CURVES, node, canvas, note };
     });
     const [first, ...rest] = this.charts.map((chart) => chart.node);
     fill(this.home, first, this.samples, rest);

@@ -80,5 +80,5 @@ def test_every_metric_has_a_title_in_words() -> None:
         "actor.train/lr": "Learning rate, actor.train",
         "loss": "Loss",
     }  # fmt: skip
-    assert with_unit("Entropy: critic") == "Entropy: critic (nats per token)"
+    assert with_unit("Entropy: critic") == "Entropy: critic (nats)"
     assert with_unit("Step time") == "Step time"

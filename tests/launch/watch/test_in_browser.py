@@ -153,7 +153,7 @@ def test_the_overview_needs_no_choosing(browser: Browser, server: PageServer, ru
         browser.until("document.querySelectorAll('#extremes pre').length === 4")
         alone, two = other.id, "grpo, 2 runs"
         assert browser.value(_LEGENDS) == {
-            "Entropy (nats per token): a": ["steps 2", f"{alone} 20"],
+            "Entropy (nats): a": ["steps 2", f"{alone} 20"],
             "Loss: a": ["steps 2", f"{two} 60", f"{alone} 120"],
         }
         assert browser.value(_BANDS) > 0

@@ -127,6 +127,8 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(
     ]  # fmt: skip
     picture = Path("one.svg").read_text()
     assert "(1 run)" in picture
+    ticks = re.findall(r'id="xtick_.*?<text.*?>([^<]+)</text>', picture, re.DOTALL)
+    assert ticks == ["1", "2", "3", "4"]  # whole steps
     assert "interval" not in picture
 
 

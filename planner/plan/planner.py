@@ -610,8 +610,7 @@ class _Writer:
         nodes: dict[str, NodePrediction] = {}
         for call in self.calls:
             plan = times[call.name]
-            moves = {"weight_move": plan.move_s} if plan.move_s else {}
-            parts_s = {**plan.time.parts(), **moves}
+            parts_s = {**plan.time.parts(), **({"weight_move": plan.move_s} if plan.move_s else {})}
             nodes[call.name] = NodePrediction(duration_s=plan.duration_s, parts_s=parts_s)
         for one in self.verifiers:
             s = found.best.durations_s[one.name]

@@ -76,9 +76,10 @@ class Pins:
             space.index_of(devices, f"pin devices of '{call_group}'")
 
     def _check_groups(self, call_groups: Sequence[str]) -> None:
-        if next(partitions(call_groups, self.all_together(), self.all_apart()), None) is None:
-            said = [f"together=[{', '.join(entry)}]" for entry in self.together]
-            said += [f"apart=[{', '.join(entry)}]" for entry in self.apart]
+        kept = next(partitions(call_groups, self.all_together(), self.all_apart()), None)
+        if kept is None or any(len({*entry}) < len(entry) for entry in self.apart):
+            both = [*(("together", e) for e in self.together), *(("apart", e) for e in self.apart)]
+            said = [f"{pin}=[{', '.join(entry)}]" for pin, entry in both]
             said += [f"devices.{name}={[*ids]}" for name, ids in self.devices.items()]
             raise PlanError(
                 "the pins contradict each other: which calls share a group cannot be as all of "

@@ -167,14 +167,15 @@ def test_pins_under_which_nothing_fits_name_their_file(penstock: Penstock) -> No
     assert said == (
         "'plan.compare': 'alone.yaml':\n'actor' has no legal layout on cluster 'h100': on none of "
         "the 8 meshes that a group can have does the table offer a way to run it that the pins "
-        "allow"
+        "and the number of rows allow\n    a train call has as many rows on every rank: change the "
+        "pins, the devices, or the prompts of a step"
     )
     assert json.loads(Path("out.json").read_text())["reason"] == said
 
 
 @pytest.mark.slow
 def test_the_fewest_nodes_that_are_fast_enough(penstock: Penstock) -> None:
-    words = ("cluster.num_nodes=3", "workload.num_prompts=512")
+    words = ("cluster.num_nodes=3", "workload.num_prompts=768")
     times = {
         one["name"]: one["step_time_s"]
         for one in asked(penstock, *words, "plan.target_s=1000")["target_s"]["plans"]

@@ -11,6 +11,7 @@ import pytest
 from penstock.launch.placement.acting import setting_of
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
+from penstock.planner.cost.verification import Verifier
 from penstock.planner.inputs.task_profile import ExecutorProfile, TaskProfile, VerifierProfile
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
@@ -70,6 +71,33 @@ def test_a_verifier_is_measured_and_planned_with(penstock: Penstock) -> None:
     said = penstock("plan", *WORDS, *PLAN, "task_profile=p.json", "--json")
     assert said.code == 0, said.err
     assert "reward.score" in json.loads(said.out)["nodes"]
+
+
+ASKED = """\
+import math, time
+from penstock.algorithms.roles import Reward
+
+class Asked(Reward):
+    concurrency = 4
+
+    def score(self, tokens, mask, prompt_id):
+        time.sleep(0.1 * math.ceil(len(tokens) / self.concurrency))
+        return mask.sum(1).float()
+"""
+
+
+@pytest.mark.slow
+def test_what_answers_several_at_once_is_measured_so(penstock: Penstock) -> None:
+    Path("asking.py").write_text(ASKED)
+    words = [*WORDS, "algorithm.roles.reward.worker=asking:Asked"]
+    said = penstock("profile", *words, "executor=in_process", "seconds=0.05", "output=p.json")
+    assert said.code == 0, said.err
+    (found,) = TaskProfile.model_validate_json(Path("p.json").read_text()).verifiers.values()
+    assert (found.at_once, found.most) == (4, None)
+    # 16 responses alone, and 64 as a step has them: 16 times four.
+    assert sum(found.item_s) / 16 == pytest.approx(0.1, rel=0.2)
+    judge = Verifier("reward.score", "reward", found, 64)
+    assert judge.seconds(1, 4, cores=2.0) == pytest.approx(1.6, rel=0.2)
 
 
 def test_a_plan_has_as_many_processes_as_pay_or_are_given(penstock: Penstock) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from penstock.workers.engines.torch_engine import fused
+from penstock.workers.training import weight_gradients
 from penstock.workers.training.compiled import Compiled
-from penstock.workers.training.weight_gradients import AddedGradients
 from torch import Tensor
 
 
@@ -45,4 +45,4 @@ def use_functions(
     patch.setattr(fused, "_ATEN", _Aten)
     patch.setattr(fused, "has_kernels", lambda x: True)  # pyright: ignore[reportUnknownLambdaType]
     patch.setattr(Compiled, "__call__", call)
-    patch.setattr(AddedGradients, "devices", frozenset({"cpu"} if adds else ()))
+    patch.setattr(weight_gradients, "ADDED_ON", frozenset({"cpu"} if adds else ()))

@@ -56,7 +56,9 @@ class Compiled:
                 raise
             except Exception as error:
                 said = f"{self.function.__name__} could not be compiled: {str(error)[:_MOST_TOLD]}"
-                _say(said, "tell it to Penstock's authors, with the versions of torch and triton")
+                _warn_slow(
+                    said, "tell it to Penstock's authors, with the versions of torch and triton"
+                )
                 self._fails = True
                 return self._plain(*inputs)
 
@@ -98,7 +100,7 @@ def _can_compile() -> bool:
     try:
         importlib.import_module("triton")
     except ImportError:
-        _say("this torch has no Triton", "install triton of the version that torch asks for")
+        _warn_slow("this torch has no Triton", "install triton of the version that torch asks for")
         return False
     return True
 
@@ -120,7 +122,7 @@ def _layout_of(one: Any) -> object:
     return one.dtype, one.shape[1:], one.stride(), one.shape[:1] == (1,)
 
 
-def _say(what: str, help_: str) -> None:
+def _warn_slow(what: str, help_: str) -> None:
     warnings.warn(
         f"the device moves more memory than it has to: {what}\n"
         f"    the same is computed without; {help_}",

@@ -23,7 +23,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
 from .host_memory import copy_in
 from .weight_checks import not_mapped
-from .weight_gradients import AddedGradients
+from .weight_gradients import set_total
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
@@ -159,7 +159,7 @@ class FlatParameters:
                 leaf.grad = own
             else:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
-            AddedGradients.at(leaf, own)
+            set_total(leaf, own)
         return self.grad
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from .compiled import Compiled, number
 from .flat_parameters import ADDED_AT_ONCE
 from .host_memory import on_host, sent
-from .weight_gradients import AddedGradients, add_product
+from .weight_gradients import add_product, set_total, total_of
 
 MOST_LOGITS = 1 << 23
 """Logits that exist at once on a CPU, in the precision of the weights: 16 MiB in bfloat16."""
@@ -45,9 +45,9 @@ def known_words(head: Any, num_words: int | None) -> tuple[Tensor, Tensor | None
 def _first_words(leaf: Any, num_words: int | None) -> Any:
     if leaf is None or num_words in (None, len(leaf)):
         return leaf
-    total, part = AddedGradients.of(leaf), leaf[:num_words]
+    total, part = total_of(leaf), leaf[:num_words]
     if total is not None:
-        AddedGradients.at(part, total[:num_words])
+        set_total(part, total[:num_words])
     return part
 
 
@@ -183,7 +183,7 @@ class _TokenLogprob(torch.autograd.Function):
             del logits  # before the next ones are made
         ctx.save_for_backward(states, weight, bias, largest, log_total, entropy)
         ctx.lines, ctx.order, ctx.by = lines, order, by
-        ctx.totals = AddedGradients.of(weight), AddedGradients.of(bias)
+        ctx.totals = total_of(weight), total_of(bias)
         return logprob, entropy
 
     @staticmethod

@@ -15,24 +15,21 @@ from torch import Tensor
 _ATEN: Any = torch.ops.aten
 
 
-class AddedGradients:
-    """Where the gradients of leaves go: see `of`."""
+ADDED_ON = frozenset({"cuda"})
+"""Devices on which gradients are added where they are made, not by autograd; none, to compare."""
 
-    devices = frozenset({"cuda"})
-    """Where they are added where they are made, not by autograd; none, for a comparison."""
 
-    @classmethod
-    def of(cls, leaf: Tensor | None) -> Tensor | None:
-        """The float32 tensor of a leaf's shape that its gradient is to be added to, if any."""
-        if leaf is None or leaf.device.type not in cls.devices:
-            return None
-        return getattr(leaf, "gradient", None)
+def total_of(leaf: Tensor | None) -> Tensor | None:
+    """The float32 tensor of a leaf's shape that its gradient is to be added to, if any."""
+    if leaf is None or leaf.device.type not in ADDED_ON:
+        return None
+    return getattr(leaf, "gradient", None)
 
-    @staticmethod
-    def at(leaf: Tensor, gradient: Tensor | None) -> None:
-        """Say where the gradient of a leaf, or of a part of one, goes."""
-        any_leaf: Any = leaf
-        any_leaf.gradient = gradient
+
+def set_total(leaf: Tensor, total: Tensor | None) -> None:
+    """Have the gradient of a leaf, or of a part of one, be added to a tensor."""
+    any_leaf: Any = leaf
+    any_leaf.gradient = total
 
 
 def product_gradient(total: Tensor | None, upstream: Tensor, x: Tensor) -> Tensor | None:
@@ -45,10 +42,12 @@ def product_gradient(total: Tensor | None, upstream: Tensor, x: Tensor) -> Tenso
 
 def sum_gradient(total: Tensor | None, upstream: Tensor) -> Tensor | None:
     """The sum over rows; None if it was added to a total."""
-    return given(total, upstream.sum(0, dtype=upstream.dtype if total is None else total.dtype))
+    return add_gradient(
+        total, upstream.sum(0, dtype=upstream.dtype if total is None else total.dtype)
+    )
 
 
-def given(total: Tensor | None, found: Tensor) -> Tensor | None:
+def add_gradient(total: Tensor | None, found: Tensor) -> Tensor | None:
     """A gradient; None if it was added to a total."""
     if total is None:
         return found
@@ -68,7 +67,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, whose weight's gradient goes where the weight says."""
-    if AddedGradients.of(weight) is None:
+    if total_of(weight) is None:
         return F.linear(x, weight, bias)
     out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[assignment]
     return out
@@ -78,7 +77,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.totals = AddedGradients.of(weight), AddedGradients.of(bias)
+        ctx.totals = total_of(weight), total_of(bias)
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -91,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     """`F.embedding`, whose gradient goes where the weight says, a row for each token."""
-    if AddedGradients.of(weight) is None:
+    if total_of(weight) is None:
         return F.embedding(tokens, weight)
     rows: Tensor = _Embedded.apply(tokens, weight)  # type: ignore[assignment]
     return rows
@@ -101,7 +100,7 @@ class _Embedded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.total = AddedGradients.of(weight)
+        ctx.total = total_of(weight)
         return F.embedding(tokens, weight)
 
     @staticmethod

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...training.compiled import Compiled
-from ...training.weight_gradients import AddedGradients, given, product_gradient, sum_gradient
+from ...training.weight_gradients import add_gradient, product_gradient, sum_gradient, total_of
 
 _ATEN: Any = torch.ops.aten
 
@@ -80,7 +80,7 @@ class _SumNormLinear(torch.autograd.Function):
         ctx.save_for_backward(total, scale, norm, weight)
         ctx.set_materialize_grads(False)
         ctx.eps = eps
-        ctx.totals = [AddedGradients.of(one) for one in (norm, weight, bias)]
+        ctx.totals = [total_of(one) for one in (norm, weight, bias)]
         return total, normed if weight is None else F.linear(normed, weight, bias)
 
     @staticmethod
@@ -113,7 +113,9 @@ class _SumNormLinear(torch.autograd.Function):
                 to_weight = product_gradient(of_weight, upstream, normed)
         to_bias = sum_gradient(of_bias, upstream) if needs_bias else None
         if to_norm is not None:
-            to_norm = given(of_norm, to_norm if of_norm is not None else to_norm.to(norm.dtype))
+            to_norm = add_gradient(
+                of_norm, to_norm if of_norm is not None else to_norm.to(norm.dtype)
+            )
         return to_total, to_total if has_change else None, to_norm, None, to_weight, to_bias
 
 
@@ -217,11 +219,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turned_back(grads[0], *ctx.saved_tensors), None, None
+        return _rotated_back(grads[0], *ctx.saved_tensors), None, None
 
 
 def rotate_heads(
@@ -243,15 +245,15 @@ class _RotateHeads(torch.autograd.Function):
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, keys: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        turned = _turned(qkv[:, : heads + keys], cos, sin)
-        return turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :]
+        rotated = _rotated(qkv[:, : heads + keys], cos, sin)
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + keys :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _heads_turned_back(*grads, *ctx.saved_tensors), None, None, None, None
+        return _heads_rotated_back(*grads, *ctx.saved_tensors), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out = torch.empty_like(x)
     left, right = x.chunk(2, dim=-1)
     to_left, to_right = out.chunk(2, dim=-1)
@@ -260,30 +262,30 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def _heads_turned_back_eager(
+def _heads_rotated_back_eager(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    return torch.cat([*(_turn(one, cos, sin, -1) for one in (query, key)), value], dim=1)
+    return torch.cat([*(_rotate(one, cos, sin, -1) for one in (query, key)), value], dim=1)
 
 
-def _turned_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     to_left = (left * cos).float() - right.float() * sin
     to_right = (right * cos).float() + left.float() * sin
     return torch.cat([to_left.to(x.dtype), to_right.to(x.dtype)], dim=-1)
 
 
-def _turned_back_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_back_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1)
     parts = (left * cos + right * sin, right * cos - left * sin)
     return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
 
 
-def _heads_turned_back_compiled(
+def _heads_rotated_back_compiled(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    turned = _turned_back_compiled(torch.cat([query, key], dim=1), cos, sin)
-    return torch.cat([turned, value], dim=1)
+    rotated = _rotated_back_compiled(torch.cat([query, key], dim=1), cos, sin)
+    return torch.cat([rotated, value], dim=1)
 
 
 def rotate_into(
@@ -314,9 +316,9 @@ def _rotated_into_eager(
     values: Tensor,
     where: Tensor,
 ) -> Tensor:
-    keys.index_put_((where,), _turn(key, cos, sin, 1))
+    keys.index_put_((where,), _rotate(key, cos, sin, 1))
     values.index_put_((where,), value)
-    return _turn(query, cos, sin, 1)
+    return _rotate(query, cos, sin, 1)
 
 
 def _rotated_into_compiled(
@@ -329,22 +331,22 @@ def _rotated_into_compiled(
     values: Tensor,
     where: Tensor,
 ) -> Tensor:
-    def turned(x: Tensor) -> Tensor:
-        # `_turned_compiled` without a concatenation, which would be a kernel before a cache's.
+    def rotated(x: Tensor) -> Tensor:
+        # `_rotated_compiled` without a concatenation, which would be a kernel before a cache's.
         halves = x.unflatten(-1, (2, -1))
         others = halves.flip(-2).float() * (sin.unsqueeze(-2) * sign)
         return ((halves * cos.unsqueeze(-2)).float() + others).to(x.dtype).flatten(-2)
 
     sign = torch.arange(-1, 2, 2, device=query.device).view(2, 1)
-    keys.index_put_((where,), turned(key))
+    keys.index_put_((where,), rotated(key))
     values.index_put_((where,), value)
-    return turned(query)
+    return rotated(query)
 
 
-_turned = Compiled(_turned_compiled, (0, 1, 2), partial(_turn, sign=1))
-_turned_back = Compiled(_turned_back_compiled, (0, 1, 2), partial(_turn, sign=-1))
-_heads_turned_back = Compiled(
-    _heads_turned_back_compiled, (0, 1, 2, 3, 4), _heads_turned_back_eager
+_rotated = Compiled(_rotated_compiled, (0, 1, 2), partial(_rotate, sign=1))
+_rotated_back = Compiled(_rotated_back_compiled, (0, 1, 2), partial(_rotate, sign=-1))
+_heads_rotated_back = Compiled(
+    _heads_rotated_back_compiled, (0, 1, 2, 3, 4), _heads_rotated_back_eager
 )
 _rotated_into = Compiled(_rotated_into_compiled, range(8), _rotated_into_eager)
 
@@ -369,7 +371,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.totals = AddedGradients.of(weight), AddedGradients.of(bias)
+        ctx.totals = total_of(weight), total_of(bias)
         product = _product(gate_up)
         return product if weight is None else F.linear(product, weight, bias)
 

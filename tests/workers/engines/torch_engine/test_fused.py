@@ -23,7 +23,6 @@ from penstock.workers.training import weight_gradients
 from penstock.workers.training.compiled import Compiled
 from penstock.workers.training.flat_parameters import FlatParameters
 from penstock.workers.training.token_logprob import token_logprob
-from penstock.workers.training.weight_gradients import AddedGradients
 from torch import Tensor
 
 # pyright: reportPrivateUsage=false
@@ -137,7 +136,7 @@ def test_on_a_gpu_what_is_compiled_is_what_is_not(
     exact = _outcome(family, torch.float32, **kind)
     compiled = _outcome(family, torch.bfloat16, device="cuda", **kind)
     monkeypatch.setattr(Compiled, "plainly", True)
-    monkeypatch.setattr(AddedGradients, "devices", frozenset[str]())
+    monkeypatch.setattr(weight_gradients, "ADDED_ON", frozenset[str]())
     plain = _outcome(family, torch.bfloat16, device="cuda", **kind)
     assert _distance(compiled[0], plain[0]) < 1e-3
     assert _distance(compiled[1], exact[1]) <= _distance(plain[1], exact[1]) * 1.2
@@ -147,8 +146,8 @@ def test_on_a_gpu_what_is_compiled_is_what_is_not(
 # --- kernels
 
 _KERNELS = {
-    "_sum_norm_compiled": 1, "_before_sum_norm_compiled": 2, "_turned_compiled": 1,
-    "_heads_turned_back_compiled": 3, "_product_compiled": 1, "_before_product_compiled": 2,
+    "_sum_norm_compiled": 1, "_before_sum_norm_compiled": 2, "_rotated_compiled": 1,
+    "_heads_rotated_back_compiled": 3, "_product_compiled": 1, "_before_product_compiled": 2,
 }  # fmt: skip
 _MOST_OF_A_LAYER = 45
 
@@ -167,7 +166,7 @@ def _launches(num_layers: int) -> int:
     model = _model("Qwen2", torch.bfloat16, num_layers).to("meta")
     with pytest.MonkeyPatch.context() as patch:
         use_functions(patch, call)
-        patch.setattr(AddedGradients, "devices", frozenset({"meta"}))
+        patch.setattr(weight_gradients, "ADDED_ON", frozenset({"meta"}))
         patch.setattr(weight_gradients, "add_product", lambda total, left, right: total.add_(1))  # pyright: ignore[reportUnknownLambdaType]
         patch.setattr(varlen, "most_head_size", lambda device: 256)  # pyright: ignore[reportUnknownLambdaType]
         patch.setattr(varlen, "flash_forward", _flash_forward)
@@ -214,8 +213,8 @@ _GATE_UP, _UPSTREAM = ((_ROWS, 2 * 8960), _B16), ((_ROWS, 8960), _B16)
         ),
         (fused._product_compiled, [_GATE_UP], 53.8),
         (partial(fused._before_product_compiled, needs_product=True), [_UPSTREAM, _GATE_UP], 143.4),
-        (fused._turned_compiled, [((_ROWS, 14, 128), _B16), _TABLE, _TABLE], 7.4),
-        (fused._heads_turned_back_compiled, [_QUERY, _KEY, _KEY, _TABLE, _TABLE], 8.5),
+        (fused._rotated_compiled, [((_ROWS, 14, 128), _B16), _TABLE, _TABLE], 7.4),
+        (fused._heads_rotated_back_compiled, [_QUERY, _KEY, _KEY, _TABLE, _TABLE], 8.5),
     ],
     ids=["sum and norm", "its gradient", "product", "its gradients", "rotation", "its gradient "],
 )  # fmt: skip

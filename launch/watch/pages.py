@@ -409,10 +409,7 @@ class Pages:
         return home_of(folder, query.text(f"stage{which}"))
 
     def _metrics(self, query: Query) -> Any:
-        """Every metric of some runs with its title, and the topics of an overview in their order.
-
-        Runs that have none are left out while any other has some.
-        """
+        """Every metric of some runs with its title, and the topics of an overview in order."""
         names, missing = set[str](), list[ConfigError]()
         for key in query.texts("run"):
             try:

@@ -39,7 +39,13 @@ export class Charts {
 
   close() {
     removeEventListener("resize", this.resized);
+    this.replace([]);
+  }
+
+  replace(charts) {
     for (const chart of this.charts) chart.plot?.destroy();
+    this.charts = charts;
+    fill(this.home, charts.map((chart) => chart.node));
   }
 
   keys(run) {

@@ -33,7 +33,7 @@ export class Conversations {
     this.runs = runs;
     choose(this.run, runs.map((run) => [run.key, run.key]));
     if (runs.length) await this.begin();
-    else fill(this.said, "choose a run on the left");
+    else fill(this.said, "choose a run in the list");
   }
 
   keys() {

@@ -1,7 +1,7 @@
 // Any metrics of the chosen runs, one chart each.
 
 import { Charts } from "./charts.js";
-import { choose, el, fill } from "./dom.js";
+import { choose, el } from "./dom.js";
 
 const kept = { metrics: [] }; // what was chosen stays from view to view
 
@@ -14,49 +14,32 @@ export class Curves extends Charts {
   async show(runs) {
     this.runs = runs;
     const { titles, topics } = await this.named();
-    this.titles = titles;
     this.names = Object.keys(titles);
     kept.metrics = kept.metrics.filter((name) => this.names.includes(name));
     const first = topics.map(({ lines }) => Object.keys(lines)[0]);
     if (!kept.metrics.length) kept.metrics = [...first, ...this.names].slice(0, 2);
-    this.charts = kept.metrics.map((metric) => this.chart(metric));
-    fill(this.home, this.charts.map((chart) => chart.node));
+    this.replace(kept.metrics.map((metric, place) => this.chart(metric, place, titles)));
     await this.fetchAll();
   }
 
-  chart(metric) {
-    const select = choose(el("select", { class: "metric" }),
-      this.names.map((name) => [name, this.titles[name]]), metric);
-    const key = el("code", { class: "absent" }, metric);
-    const chart = { lines: { [metric]: "" }, plot: null, canvas: el("div") };
-    const drop = el("button", { title: "remove this chart" }, "remove");
-    drop.onclick = () => {
-      this.charts = this.charts.filter((other) => other !== chart);
-      chart.plot?.destroy();
-      chart.node.remove();
-      this.remember();
-    };
-    select.onchange = () => {
-      chart.lines = { [select.value]: "" };
-      fill(key, select.value);
-      this.remember();
-      this.fetchAll();
-    };
-    chart.node = el("section", {}, el("p", { class: "bar" }, select, drop), key, chart.canvas);
-    return chart;
+  chart(metric, place, titles) {
+    const select = choose(el("select", { class: "metric" }), Object.entries(titles), metric);
+    select.onchange = () => this.put(place, select.value);
+    const drop = el("button", { title: "remove this chart", onclick: () => this.put(place) }, "remove");
+    const canvas = el("div");
+    const node = el("section", {}, el("p", { class: "bar" }, select, drop),
+      el("code", { class: "absent" }, metric), canvas);
+    return { lines: { [metric]: "" }, node, canvas };
+  }
+
+  // Draw another metric, or none, in place of a chart.
+  put(place, ...metrics) {
+    kept.metrics.splice(place, 1, ...metrics);
+    this.show(this.runs);
   }
 
   another() {
-    const others = this.names.filter((name) => !kept.metrics.includes(name));
-    if (!others.length) return;
-    const chart = this.chart(others[0]);
-    this.charts.push(chart);
-    this.home.append(chart.node);
-    this.remember();
-    this.fetchAll();
-  }
-
-  remember() {
-    kept.metrics = this.metrics();
+    const next = this.names.find((name) => !kept.metrics.includes(name));
+    if (next) this.put(kept.metrics.length, next);
   }
 }

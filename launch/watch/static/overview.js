@@ -17,8 +17,7 @@ export class Overview extends Charts {
     this.runs = runs;
     const { topics } = await this.named();
     this.topics = JSON.stringify(topics);
-    for (const chart of this.charts) chart.plot?.destroy();
-    this.charts = topics.map(({ title, lines }) => {
+    this.replace(topics.map(({ title, lines }) => {
       const first = Object.entries(lines).slice(0, MOST_CURVES);
       const only = first.length === 1 && first[0][1] ? `: ${first[0][1]}` : "";
       if (only) first[0][1] = ""; // the title says it
@@ -26,9 +25,8 @@ export class Overview extends Charts {
       const head = el("h3", { title: Object.keys(lines).join("\n") }, title, only);
       const node = el("section", {}, head, canvas, note);
       return { lines: Object.fromEntries(first), most: MOST_CURVES, node, canvas, note };
-    });
-    const [first, ...rest] = this.charts.map((chart) => chart.node);
-    fill(this.home, first, this.samples, rest);
+    }));
+    this.home.firstChild?.after(this.samples);
     await Promise.all([this.fetchAll(), this.extremes()]);
   }
 

@@ -14,13 +14,8 @@ export class Run {
     fill(node, this.home);
   }
 
-  async show(runs) {
-    if (!runs.length) {
-      fill(this.home, "choose a run on the left");
-      return;
-    }
-    const said = await Promise.all(runs.map((run) => ask("run", { run: run.key })));
-    fill(this.home, runs.map((run, i) => this.one(run, said[i])));
+  show(runs) {
+    return this.tick(runs);
   }
 
   // Only what has changed is drawn again: who reads or has selected something is not disturbed.
@@ -29,7 +24,8 @@ export class Run {
     const now = JSON.stringify([runs.map((run) => [run.key, run.state]), said]);
     if (now === this.shown) return;
     this.shown = now;
-    if (runs.length) fill(this.home, runs.map((run, i) => this.one(run, said[i])));
+    fill(this.home, runs.length ? runs.map((run, i) => this.one(run, said[i]))
+      : "choose a run in the list");
   }
 
   one(run, said) {

@@ -19,7 +19,7 @@ export class Timeline {
   async show(runs) {
     choose(this.run, runs.map((run) => [run.key, run.key]));
     if (runs.length) await this.load();
-    else fill(this.home, "choose a run on the left");
+    else fill(this.home, "choose a run in the list");
   }
 
   async tick() {

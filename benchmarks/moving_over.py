@@ -7,7 +7,8 @@ that TRL sampled, because the two sides have other random numbers: advantages, l
 and gradient norm; the loss of a first step is 0. All in float32 on a CPU.
 
 Not compared: evaluation, best checkpoint and pushing to a folder, which have no number of TRL's to
-equal, and later steps, whose rows come in another order.
+equal, and later steps, whose rows come in another order. These, and whole runs of GRPO, LoRA and
+tools, are run as the page has them.
 
     python benchmarks/moving_over.py --python /PATH/TO/PYTHON/WITH/TRL --json FILE
 """
@@ -29,6 +30,7 @@ from bench import parser, report, table
 from moving_over_case import (
     LORA_ALPHA,
     LORA_RANK,
+    NUM_PROMPTS,
     NUM_SAMPLES,
     ROWS,
     WEIGHTS,
@@ -55,14 +57,15 @@ MOST = 1e-4
 """Largest difference, relative to the larger of the two numbers."""
 
 SHARED = (
-    "algorithm.num_steps=1", "algorithm.optimizer.lr=1e-4", "task=file",
-    "task.answer_field=null", "task.max_response_tokens=64", "evaluation.num_prompts=0",
+    "algorithm.num_steps=1", "algorithm.optimizer.lr=1e-4", "task=file", "model=./model",
+    "task.max_response_tokens=64", "evaluation.num_prompts=0",
     "tracker=none", "progress=quiet", "model.dtype=float32", "executor.num_threads=1",
 )  # fmt: skip
-PAIRS = ("task.chosen_field=chosen", "task.rejected_field=rejected")
+PAIRS = ("task.chosen_field=chosen", "task.rejected_field=rejected", "task.answer_field=null")
 """Keys of every command, and of those on pairs."""
 COMMANDS = {
     "sft": ("algorithm=sft", "task.path=sft.jsonl", "task.response_field=completion",
+            "task.answer_field=null",
             f"algorithm.per_step.demos={ROWS}"),
     "dpo": ("algorithm=dpo", "~algorithm.before", "task.path=pairs.jsonl", *PAIRS,
             "algorithm.roles.ref.start=./other", f"algorithm.per_step.pairs={ROWS}"),
@@ -72,6 +75,32 @@ COMMANDS = {
                "algorithm.roles.reward.start=./ours", f"algorithm.per_step.pairs={ROWS}",
                "algorithm.optimizer.schedule=constant", "algorithm.optimizer.warmup_calls=0"),
 }  # fmt: skip
+
+GRPO = (
+    "algorithm=grpo", "~algorithm.before", "task.path=grpo.jsonl",
+    f"algorithm.per_step.prompts={NUM_PROMPTS}",
+    f"algorithm.cfg.sampling.num_samples={NUM_SAMPLES}", "task.answer_field=null",
+    "task.reward=[moving_over_case:early,moving_over_case:near]",
+    "task.reward_weights={early: 1.0, near: 0.5}", "algorithm.num_steps=4",
+)  # fmt: skip
+HELD_OUT = ("task.held_out_path=held_out.jsonl", f"evaluation.num_prompts={NUM_PROMPTS}")
+RUNS = {
+    "grpo": GRPO,
+    "lora": (*GRPO, f"model.lora.rank={LORA_RANK}", f"model.lora.alpha={LORA_ALPHA}"),
+    "evaluation": (*GRPO, *HELD_OUT, "evaluation.every=2"),
+    "best checkpoint": (*GRPO, *HELD_OUT, "evaluation.every=1", "evaluation.keep_best=accuracy",
+                        "evaluation.stop_after=2"),
+    "push to a folder": (*GRPO, "checkpoint_every=2", "push.folder=pushed"),
+    "tools": (
+        "algorithm=agent_grpo", "~algorithm.before", "task=tools", "model=./chain",
+        "task.task={kind: file, path: asked.jsonl, answer_field: null, "
+        "reward: 'moving_over_case:asked'}",
+        "task.tools={mine: {kind: functions, functions: ['moving_over_case:look_up']}}",
+        "task.max_turns=3", "task.max_total_tokens=900", "algorithm.per_step.prompts=2",
+        f"algorithm.cfg.sampling.num_samples={NUM_SAMPLES}", "algorithm.num_steps=2",
+    ),
+}  # fmt: skip
+"""Programs that run for some steps, with nothing of TRL's to equal in a whole run."""
 
 
 def folders(folder: Path) -> None:
@@ -111,10 +140,26 @@ def folders(folder: Path) -> None:
 
 def ours(name: str) -> dict[str, float]:
     """Loss and gradient norm of the first step of a command."""
-    run = penstock.run(*COMMANDS[name], *SHARED, "model=./model")
+    run = penstock.run(*COMMANDS[name], *SHARED)
     (row,) = run.metrics.to_dict("records")
     role = "reward" if name == "reward" else "actor"
     return {key: row[f"{role}.train/{key}"] for key in ("loss", "grad_norm")}
+
+
+def ran(name: str) -> dict[str, Any]:
+    """What a run of several steps leaves behind, in a few words."""
+    words = [word for word in SHARED if word.partition("=")[0] not in _keys(RUNS[name])]
+    run = penstock.run(*words, *RUNS[name])
+    summary = run.summary or {}
+    left = ("num_steps", "stopped", "accuracy_before_rl", "accuracy_after_rl")
+    found = {key: summary[key] for key in left}
+    if name == "push to a folder":
+        found["pushed"] = sorted(file.name for file in Path("pushed").iterdir())
+    return found
+
+
+def _keys(words: tuple[str, ...]) -> set[str]:
+    return {word.partition("=")[0] for word in words}
 
 
 def on_their_completions(name: str, theirs: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -204,6 +249,7 @@ def main() -> None:
             for program in COMMANDS:
                 found = ours(program)
                 rows += [_row(program, key, found[key], theirs[program][key]) for key in found]
+            runs = {program: ran(program) for program in RUNS}
         finally:
             os.chdir(before)
         for program in ("grpo", "lora", "tools"):
@@ -217,7 +263,8 @@ def main() -> None:
     heads = ["program", "what", "TRL", "Penstock", "difference"]
     lines = [[r["program"], r["what"], r["trl"], r["ours"], f"{r['difference']:.1e}"] for r in rows]
     print(table(heads, [[str(cell) for cell in line] for line in lines]))
-    report({"versions": theirs["versions"], "most": MOST, "rows": rows}, out)
+    print(json.dumps(runs, indent=2))
+    report({"versions": theirs["versions"], "most": MOST, "rows": rows, "runs": runs}, out)
     worst = max(rows, key=lambda row: row["difference"])
     if worst["difference"] > MOST:
         raise SystemExit(f"{worst['program']}, {worst['what']}: more than {MOST:g} apart")

@@ -33,10 +33,11 @@ def write_rows(folder: Path) -> None:
             for p, c, r in pairs
             for text, liked in ((c, True), (r, False))
         ],
-        "grpo": [
-            {"prompt": p, "letter": c[0], "length": len(r)} for p, c, r in pairs[:NUM_PROMPTS]
-        ],
     }
+    columns = [{"prompt": p, "letter": c[0], "length": len(r)} for p, c, r in pairs]
+    rows["grpo"], rows["held_out"] = columns[:NUM_PROMPTS], columns[NUM_PROMPTS:]
+    asked = "Which of the entries a to h says most about it?"
+    rows["asked"] = [{"prompt": [{"role": "user", "content": f"{p}: {asked}"}]} for p in prompts]
     for name, these in rows.items():
         lines = "".join(json.dumps(row) + "\n" for row in these)
         (folder / f"{name}.jsonl").write_text(lines)
@@ -58,3 +59,17 @@ def early(completions: list[str], letter: list[str], **_: Any) -> list[float]:
 def near(completions: list[str], length: list[int], **_: Any) -> list[float]:
     """How near the text's length is to the row's, 0 at best."""
     return [-abs(len(text) - own) / 10 for text, own in zip(completions, length, strict=True)]
+
+
+def asked(response: str) -> float:
+    """Short answers are good."""
+    return 1 / (1 + len(response))
+
+
+def look_up(entry: str) -> str:
+    """Look an entry up in the catalog.
+
+    Args:
+        entry: The letter of the entry, from a to h.
+    """
+    return f"Entry {entry} of the catalog holds {ord(entry)}."

@@ -47,7 +47,6 @@ from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.training.optimizer import OptimizerSpec
-from safetensors.torch import save_file
 from torch import Tensor
 from vs_trl import trl_python
 from vs_trl_case import ALPHABET
@@ -61,18 +60,16 @@ SHARED = (
     "task.max_response_tokens=64", "evaluation.num_prompts=0",
     "tracker=none", "progress=quiet", "model.dtype=float32", "executor.num_threads=1",
 )  # fmt: skip
-PAIRS = ("task.chosen_field=chosen", "task.rejected_field=rejected", "task.answer_field=null")
-"""Keys of every command, and of those on pairs."""
+"""Keys of every command."""
 COMMANDS = {
-    "sft": ("algorithm=sft", "task.path=sft.jsonl", "task.response_field=completion",
-            "task.answer_field=null",
+    "sft": ("algorithm=sft", "task.path=sft.jsonl",
             f"algorithm.per_step.demos={ROWS}"),
-    "dpo": ("algorithm=dpo", "~algorithm.before", "task.path=pairs.jsonl", *PAIRS,
+    "dpo": ("algorithm=dpo", "~algorithm.before", "task.path=pairs.jsonl",
             "algorithm.roles.ref.start=./other", f"algorithm.per_step.pairs={ROWS}"),
-    "kto": ("algorithm=kto", "~algorithm.before", "task.path=pairs.jsonl", *PAIRS,
+    "kto": ("algorithm=kto", "~algorithm.before", "task.path=pairs.jsonl",
             "algorithm.roles.ref.start=./other", f"algorithm.per_step.pairs={ROWS}"),
-    "reward": ("algorithm=reward_modelling", "task.path=pairs.jsonl", *PAIRS,
-               "algorithm.roles.reward.start=./ours", f"algorithm.per_step.pairs={ROWS}",
+    "reward": ("algorithm=reward_modelling", "task.path=pairs.jsonl",
+               "algorithm.roles.reward.start=./scorer", f"algorithm.per_step.pairs={ROWS}",
                "algorithm.optimizer.schedule=constant", "algorithm.optimizer.warmup_calls=0"),
 }  # fmt: skip
 
@@ -94,7 +91,7 @@ RUNS = {
     "tools": (
         "algorithm=agent_grpo", "~algorithm.before", "task=tools", "model=./chain",
         "task.task={kind: file, path: asked.jsonl, answer_field: null, "
-        "reward: 'moving_over_case:asked'}",
+        "reward: 'moving_over_case:asked', reward_in_process: true}",
         "task.tools={mine: {kind: functions, functions: ['moving_over_case:look_up']}}",
         "task.max_turns=3", "task.max_total_tokens=900", "algorithm.per_step.prompts=2",
         f"algorithm.cfg.sampling.num_samples={NUM_SAMPLES}", "algorithm.num_steps=2",
@@ -104,7 +101,7 @@ RUNS = {
 
 
 def folders(folder: Path) -> None:
-    """Write two random policies, a scorer in either side's form, and the model that calls tools."""
+    """Write two random policies, a scorer, and the model that calls tools."""
     import transformers
 
     tokenizer = TokenizerSpec(alphabet=ALPHABET).build()
@@ -128,12 +125,6 @@ def folders(folder: Path) -> None:
     scorer: Any = transformers.Qwen2ForSequenceClassification(config)
     scorer.save_pretrained(folder / "scorer")
     tokenizer.save(folder / "scorer")
-    policy = transformers.Qwen2ForCausalLM(config)
-    policy.model.load_state_dict(scorer.model.state_dict())
-    policy.save_pretrained(folder / "ours")
-    tokenizer.save(folder / "ours")
-    head = {"score.weight": scorer.score.weight.detach(), "score.bias": torch.zeros(1)}
-    save_file(head, folder / "ours" / "head.safetensors")
     chain_folder(folder / "chain", hidden=64, layers=2)
     write_rows(folder)
 

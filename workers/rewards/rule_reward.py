@@ -226,7 +226,7 @@ class RuleReward(Reward):
         made = {key: [one.factory, self._given(one)] for key, one in pooled.items()}
         return VerifierPool(
             VerifierSpec(
-                factory="penstock.workers.verifiers.reward_function:make_rewards",
+                factory="penstock.workers.verifiers.reward_function:RewardFunctions",
                 arguments={"functions": made},
             ),
             num_processes=self._spec.num_processes,

@@ -315,10 +315,11 @@ def _value(source: str, row: Mapping[str, Any]) -> Any:
 
 
 class RewardFunctions:
-    """Several rewards in one process, each found by its key."""
+    """Rewards of a process in a pool, by key: a factory, by name, and its arguments make each."""
 
-    def __init__(self, made: Mapping[str, Any]) -> None:
-        self._made = dict(made)
+    def __init__(self, functions: Mapping[str, Sequence[Any]]) -> None:
+        self._made = {key: imported(make)(**given) for key, (make, given) in functions.items()}
+        atexit.register(self.close)  # the process ends by itself if it is given the time
 
     def answers(self, key: str, *arguments: Any) -> list[dict[str, Any]]:
         """Return what a reward says of each response; one of a task's own is called as it is."""
@@ -330,14 +331,6 @@ class RewardFunctions:
     def close(self) -> None:
         for one in self._made.values():
             getattr(one, "close", lambda: None)()
-
-
-def make_rewards(functions: Mapping[str, Sequence[Any]]) -> RewardFunctions:
-    """Make the rewards of a process in a pool: key -> a factory, by name, and its arguments."""
-    made = {key: imported(factory)(**given) for key, (factory, given) in functions.items()}
-    found = RewardFunctions(made)
-    atexit.register(found.close)  # it ends by itself if it is given the time
-    return found
 
 
 def make_reward(

@@ -395,7 +395,7 @@ def test_rows_name_their_rewards(tmp_path: Path) -> None:
     assert task.verifier is not None
     made = {"": [task.verifier.factory, dict(task.verifier.arguments)]}
     spec = VerifierSpec(
-        factory="penstock.workers.verifiers.reward_function:make_rewards",
+        factory="penstock.workers.verifiers.reward_function:RewardFunctions",
         arguments={"functions": made},
     )
     pool = VerifierPool(spec, num_processes=1, time_limit_s=30.0)

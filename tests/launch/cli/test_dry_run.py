@@ -286,3 +286,33 @@ def test_what_a_language_model_needs_is_not_imported_without_one() -> None:
         [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+def test_rows_are_shown_as_text_and_as_tokens(penstock: Penstock, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}=", "chosen": f"{n}", "rejected": "7"} for n in range(4)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("algorithm=dpo", "~algorithm.before", "task=file", "task.path=p.jsonl")
+    said = penstock("run", "--show-rows", *words, "algorithm.per_step.pairs=2")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.splitlines()[:11] == [
+        "p.jsonl: read by its columns: task.chosen_field=chosen task.rejected_field=rejected "
+        "task.answer_field=null",
+        "pairs, row 1 of 4, chosen: 4 tokens, 2 trained on",
+        "    read: '0='",
+        "        4 9",
+        "    trained on: '0<eos>'",
+        "        4 2",
+        "pairs, row 2 of 4, rejected: 4 tokens, 2 trained on",
+        "    read: '0='",
+        "        4 9",
+        "    trained on: '7<eos>'",
+        "        8 2",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl"]
+    said = penstock("run", "--show-rows", "algorithm=env_ppo", "task=cartpole", "model=mlp")
+    assert (said.code, said.err) == (
+        2,
+        "penstock: env_ppo reads no texts, so there are no tokens to show\n"
+        "    choose a task with prompts, such as task=file\n",
+    )

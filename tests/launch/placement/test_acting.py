@@ -201,8 +201,10 @@ def test_a_run_follows_its_plan_wherever_acting_happens(penstock: Penstock, tmp_
     learned = penstock("plan", *WORDS, f"task_profile={folder}", "cluster=cpu", "output=next.json")
     assert learned.code == 0, learned.err
     assert f"corrected by {folder.name}" in " ".join(learned.out.split())
-    for inference in ("copied", "served"):
-        pins = (f"plan.pins.acting.inference={inference}", "plan.pins.acting.num_groups=4")
+    for inference, own in {"copied": (), "served": ("num_ranks=2", "num_servers=2")}.items():
+        pins = [
+            f"plan.pins.acting.{pin}" for pin in (f"inference={inference}", "num_groups=4", *own)
+        ]
         made = penstock("plan", *WORDS, "task_profile=runs.json", "cluster=cpu", *pins,
                         "output=plan.json")  # fmt: skip
         assert made.code == 0, made.err

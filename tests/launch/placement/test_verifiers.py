@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from penstock.planner.inputs.task_profile import ExecutorProfile, TaskProfile, V
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 
+from ...workers.rewards.test_judge import completion, running, send
 from ..cli.test_env_runs import config
 from ..conftest import Penstock
 
@@ -73,31 +76,26 @@ def test_a_verifier_is_measured_and_planned_with(penstock: Penstock) -> None:
     assert "reward.score" in json.loads(said.out)["nodes"]
 
 
-ASKED = """\
-import math, time
-from penstock.algorithms.roles import Reward
-
-class Asked(Reward):
-    concurrency = 4
-
-    def score(self, tokens, mask, prompt_id):
-        time.sleep(0.1 * math.ceil(len(tokens) / self.concurrency))
-        return mask.sum(1).float()
-"""
+def thinks(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+    time.sleep(0.2)
+    send(handler, 200, completion("Score: 10"))
 
 
 @pytest.mark.slow
-def test_what_answers_several_at_once_is_measured_so(penstock: Penstock) -> None:
-    Path("asking.py").write_text(ASKED)
-    words = [*WORDS, "algorithm.roles.reward.worker=asking:Asked"]
-    said = penstock("profile", *words, "executor=in_process", "seconds=0.05", "output=p.json")
+def test_a_judge_is_measured_as_it_is_asked(penstock: Penstock) -> None:
+    with running() as server:
+        server.reply = thinks
+        server.http.socket.listen(64)  # else some of 32 that connect at once wait for a second
+        options = {"url": server.url, "model": "tiny", "concurrency": 32}
+        words = [f"algorithm.roles.reward.options.{key}={value}" for key, value in options.items()]
+        words += [*WORDS, "algorithm.roles.reward.worker=judge", "executor=in_process"]
+        said = penstock("profile", *words, "seconds=0.05", "output=p.json")
     assert said.code == 0, said.err
     (found,) = TaskProfile.model_validate_json(Path("p.json").read_text()).verifiers.values()
-    assert (found.at_once, found.most) == (4, None)
-    # 16 responses alone, and 64 as a step has them: 16 times four.
-    assert sum(found.item_s) / 16 == pytest.approx(0.1, rel=0.2)
+    assert (found.at_once, found.most) == (32, None)
+    # Of 64 responses 32 are asked for at once, though 16 were at hand to measure with.
     judge = Verifier("reward.score", "reward", found, 64)
-    assert judge.seconds(1, 4, cores=2.0) == pytest.approx(1.6, rel=0.2)
+    assert judge.seconds(1, 32, cores=2.0) == pytest.approx(0.4, rel=0.5)
 
 
 def test_a_plan_has_as_many_processes_as_pay_or_are_given(penstock: Penstock) -> None:

@@ -24,5 +24,5 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "reward.score/reward/brief/mean" in ran.stdout
-    summaries = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/summary.json")]
-    assert [summary["steps"] for summary in summaries] == [2, 2, 2]
+    runs = [*tmp_path.glob("runs/*/summary.json")]
+    assert [json.loads(file.read_text())["num_steps"] for file in runs] == [2, 2, 2]

@@ -606,9 +606,7 @@ class RowTask(Task):
     @cached_property
     def _here(self) -> dict[str, tuple[VerifierSpec, RewardFunction]]:
         made = self.verifiers()
-        if any(
-            (one.asks or set[str]()) & {"tokenizer", "response_token_ids"} for one in made.values()
-        ):
+        if any(one.reads_tokens for one in made.values()):
             raise ConfigError(
                 "a reward that reads tokens scores responses of a policy alone\n    take "
                 "`response` instead of `response_token_ids`, and no `tokenizer`"

@@ -46,6 +46,11 @@ class VerifierSpec:
     in_process: bool = False  # whether it is quick and safe
     closes: bool = False  # whether it does something at its end
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it scores what a policy has sampled, and no text alone."""
+        return bool((self.asks or set[str]()) & {"tokenizer", "response_token_ids"})
+
 
 @dataclass(frozen=True)
 class Outcome:

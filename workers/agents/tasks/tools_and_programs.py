@@ -39,6 +39,12 @@ class AnsweredOtherwise(WrappedTask):
                 "in a conversation is scored where it is held\n    if the score is quick and safe, "
                 "set task.task.reward_in_process=true; otherwise choose another task"
             )
+        if any(one.reads_tokens for one in task.verifiers().values()):
+            raise ConfigError(
+                f"'task.task': a reward of task '{task.task_id}' reads tokens, and an answer in a "
+                "conversation is scored as a text\n    take `response` instead of "
+                "`response_token_ids`, and no `tokenizer`"
+            )
         super().__init__(task, f"{task.task_id} {way}")
 
     @override

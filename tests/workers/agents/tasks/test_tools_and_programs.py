@@ -18,6 +18,7 @@ from penstock.workers.agents.tools.tool import ToolLimits
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.chat import TURNS
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 
 SERVER = Path(__file__).parents[2] / "tool_mcp_server.py"
@@ -119,3 +120,21 @@ def test_tools_of_all_kinds_answer_in_one_conversation():
 def test_bad_tools_are_refused(tools: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         ToolTaskSpec(task=PROBLEMS, tools=tools).build()
+
+
+def of_length(response: str, response_token_ids: list[int]) -> float:
+    return float(len(response_token_ids) - len(response))
+
+
+@pytest.mark.parametrize(
+    ("in_process", "says"), [(False, "scores in processes of its own"), (True, "reads tokens")]
+)
+def test_a_reward_that_cannot_score_answers_is_refused(
+    tmp_path: Path, in_process: bool, says: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": "!"}\n')
+    task = FileTaskSpec(
+        path=str(tmp_path / "rows.jsonl"), reward=of_length, reward_in_process=in_process
+    )
+    with pytest.raises(ConfigError, match=says):
+        ToolTaskSpec(task=task, tools={}).build()

@@ -1,14 +1,15 @@
 """Reward modeling: learn to score responses as people (or rules) compared them.
 
 Ouyang et al., "Training Language Models to Follow Instructions with Human Feedback", 2022. Reward
-models overfit fast: one pass over the pairs is usual.
+models overfit fast: one pass over the pairs is usual. Of responses that are good or bad, each by
+itself, it learns how likely each is to be good: an outcome reward model.
 """
 
 from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
 from .losses.preference import BradleyTerryLoss
-from .roles import PreferencePairs, RewardModel, TrainMetrics
+from .roles import Feedback, RewardModel, TrainMetrics
 
 
 @option_class
@@ -24,7 +25,7 @@ class RewardModelling:
 
 
 def reward_modelling_step(
-    pairs: PreferencePairs, reward: RewardModel, cfg: RewardModelling
+    pairs: Feedback, reward: RewardModel, cfg: RewardModelling
 ) -> TrainMetrics:
-    """Train on one step's pairs of responses."""
+    """Train on one step's pairs of responses, or on responses with a label each."""
     return reward.train(cfg.loss, pairs, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

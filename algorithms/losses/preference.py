@@ -31,6 +31,7 @@ from ...dataflow.options import FiniteFloat, NonNegativeFloat, PositiveFloat, op
 from ..ops.pairs import pair_rows
 from ..ops.reductions import unknown, zero_where_masked_out
 from ..roles.language_tables import (
+    Feedback,
     FeedbackBatch,
     PolicyOutput,
     PreferencePairs,
@@ -296,12 +297,23 @@ class PairMean(CountedMean):
     tolerates_lag: ClassVar[bool] = True
 
     def totals(self, batch: PreferencePairs) -> Tensor:
-        return batch.chosen.sum().double()[None]
+        pairs = len(batch.pair_id) if are_alone(batch) else batch.chosen.sum()
+        return torch.as_tensor(pairs, device=batch.chosen.device).double()[None]
+
+
+def are_alone(batch: PreferencePairs) -> bool:
+    """Return whether rows are single responses that have a label, and no pairs."""
+    return isinstance(batch, Feedback) and len(batch.pair_id.unique()) == len(batch.pair_id)
 
 
 @option_class
 class BradleyTerryLoss(PairMean, Loss[PreferencePairs, ScoreOutput]):
-    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
+    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`.
+
+    A single response that is good or bad is compared with one of score 0: the sigmoid of its score
+    is the probability that it is good, and the loss the cross-entropy of its label (Cobbe et al.,
+    "Training Verifiers to Solve Math Word Problems", 2021).
+    """
 
     margin: FiniteFloat = 0.0
     """Least difference between the scores of the chosen and the rejected response."""
@@ -320,19 +332,25 @@ def of_scores(
     centering_coef: float,
 ) -> LossSum:
     """Bradley and Terry's loss of pairs; `margin` in the order of `pair_rows`."""
-    chosen_row, rejected_row = pair_rows(batch.pair_id, batch.chosen)
-    chosen_score, rejected_score = output.score[chosen_row], output.score[rejected_row]
+    if are_alone(batch):
+        score, rows = output.score, 1
+        chosen_score = torch.where(batch.chosen, score, 0.0)
+        rejected_score = torch.where(batch.chosen, 0.0, score)
+    else:
+        chosen_row, rejected_row = pair_rows(batch.pair_id, batch.chosen)
+        chosen_score, rejected_score = output.score[chosen_row], output.score[rejected_row]
+        rows = 2
     loss = bradley_terry_loss(
         chosen_score=chosen_score,
         rejected_score=rejected_score,
         margin=margin,
         centering_coef=centering_coef,
     ).sum()
-    pairs = divisor.new_tensor(float(len(chosen_row)))
+    pairs = divisor.new_tensor(float(len(chosen_score)))
     gap = (chosen_score - rejected_score).detach()
     metrics = {
         "accuracy": ((gap > 0).sum(), pairs),
         "margin": (gap.sum(), pairs),
-        "score_mean": (output.score.detach().sum(), 2 * pairs),
+        "score_mean": (output.score.detach().sum(), rows * pairs),
     }
     return LossSum(loss / divisor.to(loss), metrics)

@@ -18,6 +18,7 @@ from penstock.algorithms.losses import (
 )
 from penstock.algorithms.roles import (
     Demonstrations,
+    Feedback,
     PolicyBatch,
     PolicyOutput,
     PreferencePairs,
@@ -250,6 +251,21 @@ def test_bradley_terry_loss_pairs_rows_by_id(centering_coef: float, expected: fl
     assert value_of(result.metrics["accuracy"]) == 0.5
     assert value_of(result.metrics["margin"]) == pytest.approx(0)
     assert value_of(result.metrics["score_mean"]) == pytest.approx(0.75)
+
+
+def test_single_responses_are_compared_with_a_score_of_0() -> None:
+    """The cross-entropy of their labels, however they are cut into micro-batches."""
+    pairs = pair_batch([3, 8, 5], [1, 0, 1])
+    batch = Feedback(**vars(pairs))
+    score = f64([1.2, 0.7, -0.4])
+    result = whole(BradleyTerryLoss(), ScoreOutput(score=score), batch)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(score, batch.chosen.double())
+    assert result.total.item() == pytest.approx(expected.item())
+    assert value_of(result.metrics["accuracy"]) == pytest.approx(1 / 3)
+    assert value_of(result.metrics["score_mean"]) == pytest.approx(0.5)
+    two = Feedback(**vars(pair_batch([4, 4], [1, 0])))  # the responses of a pair stay one
+    result = whole(BradleyTerryLoss(), ScoreOutput(score=f64([1.0, 0.5])), two)
+    assert result.total.item() == pytest.approx(math.log1p(math.exp(-0.5)))
 
 
 def test_bradley_terry_margin() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from penstock.algorithms.losses import BradleyTerryLoss
+from penstock.algorithms.roles import Feedback
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.model_folder import saved_head
 from penstock.workers.models.spec import Head, ModelSpec
 from penstock.workers.models.tokenizer import pad_rows
+from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_models import BASE, EOS, architecture, make_policy
@@ -120,6 +124,30 @@ def test_a_head_is_found_by_its_shape(name: str, bias: bool, tmp_path: Path) -> 
     assert not critic.export_weights()["value_head.weight"].any()  # a score is no value
     with pytest.raises(ConfigError, match=f"unexpected: {name}"):
         Head("lm_head").check(spec)
+
+
+@pytest.mark.slow
+def test_a_classifier_goes_on_learning_from_labels(tmp_path: Path) -> None:
+    """Single responses that are good or bad; micro-batches of one row change nothing."""
+    trained_classifier(architecture("qwen2-tied"), PAD).save_pretrained(tmp_path)
+    tokens = torch.tensor([[5, 9, 9, EOS], [6, 30, 31, EOS], [7, 9, 11, EOS], [8, 31, 33, EOS]])
+    mask = torch.arange(4)[None] >= torch.ones(4, 1)
+    good = torch.tensor([True, False, True, False])
+    rows = Feedback(pair_id=torch.arange(4) + 7, tokens=tokens, mask=mask, chosen=good)
+    spec = TorchRewardModelSpec(
+        model=ModelSpec(folder=str(tmp_path)), optimizer=OptimizerSpec(lr=3e-3)
+    )
+    whole, apart = (
+        replace(spec, micro_batch_tokens=size).build(WorkerContext("reward")) for size in (64, 4)
+    )
+    first, other = (worker.train(BradleyTerryLoss(), rows).metrics for worker in (whole, apart))
+    assert first["score_mean"].value == pytest.approx(other["score_mean"].value)
+    torch.testing.assert_close(apart.export_weights(), whole.export_weights(), atol=1e-5, rtol=1e-4)
+    for _ in range(20):
+        metrics = whole.train(BradleyTerryLoss(), rows).metrics
+        if metrics["accuracy"].value == 1:
+            break
+    assert ((whole.score(tokens, mask, rows.pair_id) > 0) == good).all()
 
 
 @pytest.mark.slow

@@ -171,11 +171,11 @@ def test_a_classifier_that_vllm_serves_scores_as_it_does_here(
     model.save_pretrained(tmp_path / "own")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [str(tmp_path / "own"), "--runner", "pooling", "--port", str(port)]
+    words = ["--model", str(tmp_path / "own"), "--runner", "pooling", "--port", str(port)]
     words += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "128"]
     words += ["--served-model-name", "m", "--enforce-eager"]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     try:
@@ -187,10 +187,13 @@ def test_a_classifier_that_vllm_serves_scores_as_it_does_here(
             endpoint=endpoint, batch_size=2,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         responses = ("abc", "a", "a longer one")
-        found = torch.tensor(scores_of(spec.build(CONTEXT), *responses))
+        scores = scores_of(spec.build(CONTEXT), *responses)
+        assert None not in scores, (tmp_path / "log").read_text()[-4000:]
         here = TorchRewardModelSpec(model=ModelSpec(folder=own.folder), own_text=own)
         expected = here.build(CONTEXT).score(*rows(*responses))
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # kernels of its own
+        torch.testing.assert_close(
+            torch.tensor(scores), expected, atol=1e-4, rtol=0
+        )  # kernels of its own
     finally:
         server.terminate()
         server.wait(60)

@@ -304,6 +304,7 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
     with (
         torch.random.fork_rng(devices=[]),
         quiet_transformers(),
+        _linear_maps_alone(),
         warnings.catch_warnings(action="ignore", category=UserWarning),
     ):  # peft says that it sets `fan_in_fan_out` as the kind of linear map needs it
         inject_adapter_in_model(config, module)
@@ -313,6 +314,20 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
             part.lora_dropout[_NAME] = _Dropped(state, name)
     named = {checkpoint_name(full): p for full, p in module.named_parameters()}
     return {name: p for name, p in named.items() if is_adapter(name)}
+
+
+@contextmanager
+def _linear_maps_alone() -> Generator[None]:
+    """Keep peft from adapting a mixture's experts, whose parameters it takes for linear maps."""
+    from peft.utils import transformers_weight_conversion
+
+    peft: Any = transformers_weight_conversion
+    converts = peft.convert_peft_config_for_transformers
+    peft.convert_peft_config_for_transformers = lambda *_, **__: None  # pyright: ignore[reportUnknownLambdaType]
+    try:
+        yield
+    finally:
+        peft.convert_peft_config_for_transformers = converts
 
 
 class AdapterDropout:

@@ -25,10 +25,11 @@ from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
-from torch_models import EOS, NEWEST, VOCAB, architecture, make_policy
+from torch_models import EOS, MIXTURES, NEWEST, VOCAB, architecture, make_policy
 
-FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "smollm3", *NEWEST, "gemma2", "mistral-window")
-MOST = [name if name in NEWEST else pytest.param(name, marks=pytest.mark.nightly)
+IN_MEGATRON = ("llama3", "mistral", "qwen2", "qwen3", *MIXTURES)
+FAMILIES = (*IN_MEGATRON, "smollm3", *NEWEST, "gemma2", "mistral-window")
+MOST = [name if name in (*NEWEST, "qwen3_moe") else pytest.param(name, marks=pytest.mark.nightly)
         for name in FAMILIES]  # fmt: skip
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(24).expand(4, 24) >= 5
@@ -131,7 +132,7 @@ def test_megatron_computes_a_family_or_refuses_it_before_it_is_built(name: str) 
     given = {**architecture(name), "vocab_size": 64}
     spec = MegatronPolicySpec(model=ModelSpec(architecture=given), end_ids=(EOS,))
     context = WorkerContext("actor", tensor_parallel=2)
-    if name in ("llama3", "mistral", "qwen2", "qwen3"):
+    if name in IN_MEGATRON:
         spec.check_group(context)
         return
     window = "cannot compute a mistral model with sliding_window=8"

@@ -296,8 +296,9 @@ class PlanInputs:
         task = self._data.task
         encoded = self._data.prompts.encode(task.listed[:_PROMPTS_MEASURED])
         longest = self._run.config.task.max_prompt_tokens or math.inf
-        counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadRow))
-        lengths = sorted(length for length in counts if 0 < length <= longest)
+        # A text to imitate as a whole has no prompt but its first token.
+        counts = Counter(len(tokens) or 1 for tokens in encoded if not isinstance(tokens, BadRow))
+        lengths = sorted(length for length in counts if length <= longest)
         if not lengths:
             raise ConfigError(
                 f"none of the first {len(encoded)} prompts of task '{task.task_id}' can be used, "

@@ -313,3 +313,13 @@ def test_weights_that_are_averaged_are_float32(
 def test_responses_are_planned_as_long_as_they_may_be(words: list[str], num_tokens: int) -> None:
     inputs = module.PlanInputs(prepared(*words, "task.max_response_tokens=20"))
     assert inputs.workload(WorkloadConfig()).response == Lengths.constant(num_tokens)
+
+
+def test_texts_and_packs_are_planned(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": "cab"}\n')
+    sft = ["algorithm=sft", "algorithm.per_step.demos=1", "task=file", f"task.path={path}"]
+    made = compose("run", [*sft, "task.pack_tokens=30"])
+    made.pop("resume")
+    workload = module.PlanInputs(prepare(resolved(made))).workload(WorkloadConfig())
+    assert (workload.prompt.tokens, workload.response) == ((1,), Lengths.constant(30))

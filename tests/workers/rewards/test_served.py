@@ -165,7 +165,7 @@ def test_a_classifier_that_vllm_serves_scores_as_it_does_here(
     """The tokens are sent, so that both read the same ones."""
     pytest.importorskip("vllm")
     config = transformers.AutoConfig.for_model(
-        "qwen2", **{**BASE, "vocab_size": 260, "num_labels": 1, "hidden_size": 64}
+        "qwen2", **{**BASE, "vocab_size": 260, "num_labels": 1, "hidden_size": 128}
     )
     model: Any = transformers.AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "own")

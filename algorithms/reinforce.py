@@ -12,15 +12,13 @@ from ..dataflow.options import option_class
 from .losses.tokens import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
 from .options import PolicyUpdates, scored_rows, train_policy
-from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from .roles import Policy, Prompts, Reward, TrainMetrics
 
 
 @option_class
 class Reinforce(PolicyUpdates):
     """Options of REINFORCE."""
 
-    sampling: Sampling = Sampling(max_new_tokens=53)
-    """Sampling of the responses."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
     """Number that is subtracted from every score."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)

@@ -21,8 +21,6 @@ from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, Sampl
 class ReMax(PolicyUpdates):
     """Options of ReMax."""
 
-    sampling: Sampling = Sampling(max_new_tokens=53)
-    """Sampling of the responses."""
     kl_coef: NonNegativeFloat = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
@@ -33,9 +31,6 @@ class ReMax(PolicyUpdates):
     """gamma, per token."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """The policy's loss; for one update on fresh rollouts its gradient is REINFORCE's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
 
     @property
     def greedy(self) -> Sampling:

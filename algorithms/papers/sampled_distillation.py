@@ -24,9 +24,6 @@ class SampledDistillation(PolicyUpdates):
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping of the probability ratio, and how tokens and rows are weighed."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
 
 def sampled_distillation_step(
     prompts: Prompts, actor: Policy, teacher: Policy, cfg: SampledDistillation

@@ -53,6 +53,7 @@ _REQUIRED: Mapping[str, Any] = {
 """Type of a field without a default -> a value."""
 _TOGETHER = {
     "ChatClientOptions": {"url": "x", "model": "x"},
+    "AskedRewardSpec": {"url": "x", "model": "x"},
     "JudgeSpec": {"url": "x", "model": "x"},
 }
 """Fields that are checked together, with values."""

@@ -27,13 +27,7 @@ from ...dataflow.registry import imported
 from ..isolation.child import USER_ERRORS
 from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.pool import Outcome, VerifierSpec, joined
-from ..verifiers.reward_function import (
-    ALL,
-    RewardFunction,
-    by_name,
-    make_reward,
-    reward_specs,
-)
+from ..verifiers.reward_function import ALL, RewardFunction, by_name, make_reward, reward_specs
 from ..verifiers.verifiers import BUILT_IN, Reference, warm_up
 from .orders import epoch_order
 from .row_forms import BOOLEANS, at, recognized, remade, tokenized
@@ -442,7 +436,12 @@ class RowTask(Task):
         self.reward_weights = spec.reward_weights or {}
         self._columns = _columns(first)
         self.read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
-        self._verifiers = self._made_verifiers()
+        self._verifiers: Mapping[str, VerifierSpec] = {}
+        if spec.reward_field is None:
+            here, read_as = spec.reward_in_process, self.read_as
+            self._verifiers = reward_specs(
+                spec.reward, self._columns, read_as=read_as, in_process=here
+            )
         rows, self.report = self.read(source)
         self.report.check(spec.max_bad_fraction)
         if form:
@@ -471,13 +470,6 @@ class RowTask(Task):
         self._rewards = sorted(set(self._rows["reward"])) if spec.reward_field else []
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
-
-    def _made_verifiers(self) -> dict[str, VerifierSpec]:
-        spec = self.spec
-        if spec.reward_field is not None:
-            return {}
-        here, read_as = spec.reward_in_process, self.read_as
-        return reward_specs(spec.reward, self._columns, read_as=read_as, in_process=here)
 
     @property
     def _kept(self) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ from ...dataflow.errors import ConfigError, WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, Int, NonNegativeFloat, PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import Task, TaskSpec, checked_problems, same_task
-from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..data.task import Message, TaskSpec, checked_problems, same_task
+from ..models.tokenizer import TokenizerSpec
 from ..rollout.scores import LARGEST, MissingScores, check_unscored, filled_in, score_metrics
 from ..verifiers.pool import LONGEST_S, SHORTEST_S
 
@@ -297,13 +297,30 @@ def in_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 @option_class
-class JudgeSpec(ChatClientOptions):
-    """Recipe for a `Judge`; a `WorkerSpec`."""
+class AskedRewardSpec(ChatClientOptions):
+    """Options of an `AskedReward`."""
 
     task: SkipValidation[TaskSpec]
     """Source of prompts and answers."""
     tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
+    unscored: float | None = None
+    """Score of a response without a verdict; null leaves it out of training and ends a run in which
+    nearly all are missing, nan allows any number of them."""
+    concurrency: Annotated[Int, Ge(1), Le(_MOST_AT_ONCE)] = 16
+    """Requests at once, from each rank that scores."""
+    task_fingerprint: str | None = None
+    """`fingerprint` of the task the prompts come from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_unscored(self.unscored)
+
+
+@option_class
+class JudgeSpec(AskedRewardSpec):
+    """Recipe for a `Judge`; a `WorkerSpec`."""
+
     temperature: NonNegativeFloat = 0.0
     """Temperature of the model's answers."""
     max_tokens: PositiveInt = 256
@@ -320,19 +337,11 @@ class JudgeSpec(ChatClientOptions):
     """The lowest verdict; it becomes 0."""
     high: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 10.0
     """The highest verdict; it becomes 1."""
-    unscored: float | None = None
-    """Score of a response without a verdict; null leaves it out of training and ends a run in which
-    nearly all are missing, nan allows any number of them."""
-    concurrency: Annotated[Int, Ge(1), Le(_MOST_AT_ONCE)] = 16
-    """Requests at once, from each rank that scores."""
-    task_fingerprint: str | None = None
-    """`fingerprint` of the task the prompts come from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.high <= self.low:
             raise ValueError(f"high is {self.high}; expected above {self.low:g}")
-        check_unscored(self.unscored)
         for word, value in self.words.items():
             if not abs(value) <= LARGEST:
                 raise ValueError(
@@ -356,8 +365,7 @@ class JudgeSpec(ChatClientOptions):
             )
 
     def build(self, context: WorkerContext) -> Judge:
-        task = same_task(self.task, self.task_fingerprint, context.role)
-        return Judge(self, task, self.tokenizer.build())
+        return Judge(self, context.role)
 
 
 @dataclass(frozen=True)
@@ -377,13 +385,24 @@ class AskedReward(Reward):
 
     batch_size = 1
 
-    def __init__(self, spec: Any, client: ChatClient, who: str, advice: str) -> None:
+    def __init__(
+        self, spec: AskedRewardSpec, role: str, client: ChatClient, who: str, advice: str
+    ) -> None:
         self.metrics: dict[str, Metric] = {}
         self._spec, self._client, self._who = spec, client, who
         self._missing = MissingScores(who, spec.unscored, advice)
+        self._task = same_task(spec.task, spec.task_fingerprint, role)
+        self._tokenizer = spec.tokenizer.build()
 
+    @one_process()
     def items(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Sequence[Any]:
         """Return what to ask for each row."""
+        responses = self._tokenizer.decode_responses(tokens, mask)
+        problems = checked_problems(self._task, prompt_id)
+        return [self.messages(i, text) for i, text in zip(problems, responses, strict=True)]
+
+    def messages(self, index: int, response: str) -> Sequence[Message]:
+        """Return the conversation that is sent about a response to a problem."""
         raise NotImplementedError
 
     async def ask(self, items: Sequence[Any]) -> list[Verdict]:
@@ -473,27 +492,21 @@ class AskedReward(Reward):
 class Judge(AskedReward):
     """Asks a judge about each response; for its metrics see `AskedReward`."""
 
-    def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: JudgeSpec, role: str) -> None:
         advice = "see its address, model, template and pattern"
-        super().__init__(spec, ChatClient(spec), "the judge", advice)
-        self._judging, self._task, self._tokenizer = spec, task, tokenizer
+        super().__init__(spec, role, ChatClient(spec), "the judge", advice)
+        self._judging = spec
 
     @override
-    @one_process()
-    def items(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Sequence[Any]:
+    def messages(self, index: int, response: str) -> Sequence[Message]:
         spec, system = self._judging, self._judging.system
         first = [{"role": "system", "content": system}] if system is not None else []
-        asked: list[Any] = []
-        problems = checked_problems(self._task, prompt_id)
-        responses = self._tokenizer.decode_responses(tokens, mask)
-        for index, response in zip(problems, responses, strict=True):
-            parts = {
-                "prompt": self._task.prompt_text(index),
-                "response": response,
-                "answer": self._task.reward_answer(index) or "",
-            }
-            asked.append([*first, {"role": "user", "content": filled(spec.template, parts)}])
-        return asked
+        parts = {
+            "prompt": self._task.prompt_text(index),
+            "response": response,
+            "answer": self._task.reward_answer(index) or "",
+        }
+        return [*first, {"role": "user", "content": filled(spec.template, parts)}]
 
     @override
     async def ask(self, items: Sequence[Any]) -> list[Verdict]:

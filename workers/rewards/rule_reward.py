@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -27,13 +26,7 @@ from ...dataflow.registry import imported
 from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.sample_files import write_parts
-from ..data.task import (
-    Task,
-    TaskSpec,
-    checked_problems,
-    response_facts,
-    same_task,
-)
+from ..data.task import Task, TaskSpec, checked_problems, response_facts, same_task
 from ..isolation.child import USER_ERRORS, verdict
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.scores import (
@@ -119,15 +112,15 @@ class RuleRewardSpec:
 def keeping(spec: TaskSpec, columns: Sequence[str]) -> TaskSpec:
     """Return a task that keeps further columns for rewards, where it has rows."""
     own: Any = spec
+
+    def of_part(_: str, part: TaskSpec) -> TaskSpec:
+        return keeping(part, columns)
+
     if columns and hasattr(spec, "with_specs"):
-        return own.with_specs(partial(_part_keeping, columns))
+        return own.with_specs(of_part)
     if not columns or not hasattr(spec, "reward_columns"):
         return spec
     return replace(own, reward_columns=(*own.reward_columns, *columns))
-
-
-def _part_keeping(columns: Sequence[str], at: str, part: TaskSpec) -> TaskSpec:
-    return keeping(part, columns)
 
 
 @option_class
@@ -302,8 +295,7 @@ class RuleReward(Reward):
         if one.asks is None:
             assert self._pool is not None, "what a task calls is pooled"
             call_of = one_process()(task.verifier_call)
-            calls = [RowsCall([key, *call_of(i, text)]) for i, text, _ in rows]
-            return [found for (found,) in self._pool.run_rows(calls)]
+            return self._pool.run([[key, *call_of(i, text)] for i, text, _ in rows])
         with one_process():
             facts = [response_facts(one, task, *row) for row in rows]
             if (here := self._here.get(key)) is not None:

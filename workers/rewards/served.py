@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import Ge, Le
-from pydantic import SkipValidation
 from torch import Tensor
 from typing_extensions import override
 
 from ...dataflow.errors import one_process
-from ...dataflow.options import Int, PositiveInt, option_class
+from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import TaskSpec, checked_problems, same_task
-from ..models.tokenizer import TokenizerSpec
-from ..rollout.scores import LARGEST, check_unscored
-from .judge import AskedReward, ChatClient, ChatClientOptions, ChatError, Verdict
+from ..data.task import Message
+from ..rollout.scores import LARGEST
+from .judge import AskedReward, AskedRewardSpec, ChatClient, ChatError, Verdict
 from .own_text import OwnText
 
-_MOST_AT_ONCE = 1024  # requests
 _FIELD = {"classify": "probs", "pooling": "data"}
 """Endpoint -> where a row's numbers stand in its reply."""
 
 
 @option_class
-class ServedRewardSpec(ChatClientOptions):
+class ServedRewardSpec(AskedRewardSpec):
     """Recipe for a `ServedReward`; a `WorkerSpec`."""
 
-    task: SkipValidation[TaskSpec]
-    """Source of prompts."""
-    tokenizer: SkipValidation[TokenizerSpec]
-    """The policy's tokenizer."""
     endpoint: Literal["classify", "pooling"] = "classify"
     """The endpoint of the server that is asked."""
     folder: str | None = None
@@ -44,17 +36,6 @@ class ServedRewardSpec(ChatClientOptions):
     to send conversations, which the server renders by its own chat template."""
     batch_size: PositiveInt = 16
     """Responses of a request; conversations go one by one."""
-    unscored: float | None = None
-    """Score of a response without one; null leaves it out of training and ends a run in which
-    nearly all are missing, nan allows any number of them."""
-    concurrency: Annotated[Int, Ge(1), Le(_MOST_AT_ONCE)] = 16
-    """Requests at once, from each rank that scores."""
-    task_fingerprint: str | None = None
-    """`fingerprint` of the task the prompts come from."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_unscored(self.unscored)
 
     def build(self, context: WorkerContext) -> ServedReward:
         return ServedReward(self, context.role)
@@ -65,10 +46,9 @@ class ServedReward(AskedReward):
 
     def __init__(self, spec: ServedRewardSpec, role: str) -> None:
         client = ChatClient(spec, f"/{spec.endpoint}")
-        super().__init__(spec, client, "the served reward model", "see its address and endpoint")
+        advice = "see its address and endpoint"
+        super().__init__(spec, role, client, "the served reward model", advice)
         self._served, self._own_text = spec, None
-        self._task = same_task(spec.task, spec.task_fingerprint, role)
-        self._tokenizer = spec.tokenizer.build()
         if spec.folder is not None:
             self.batch_size = spec.batch_size
             self._own_text = OwnText(folder=spec.folder, task=spec.task, tokenizer=spec.tokenizer)
@@ -76,17 +56,16 @@ class ServedReward(AskedReward):
     @override
     @one_process()
     def items(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Sequence[Any]:
-        if self._own_text is not None:
-            rows = self._own_text.rows(tokens, mask, prompt_id)[0]
-            return [[token for token in row if token >= 0] for row in rows.tolist()]
-        asked: list[Any] = []
-        responses = self._tokenizer.decode_responses(tokens, mask)
-        problems = checked_problems(self._task, prompt_id)
-        for index, response in zip(problems, responses, strict=True):
-            text = {"role": "user", "content": self._task.prompt_text(index)}
-            before = self._task.messages(index) or [text]
-            asked.append([*before, {"role": "assistant", "content": response}])
-        return asked
+        if self._own_text is None:
+            return super().items(tokens, mask, prompt_id)
+        rows = self._own_text.rows(tokens, mask, prompt_id)[0]
+        return [[token for token in row if token >= 0] for row in rows.tolist()]
+
+    @override
+    def messages(self, index: int, response: str) -> Sequence[Message]:
+        text = {"role": "user", "content": self._task.prompt_text(index)}
+        before = self._task.messages(index) or [text]
+        return [*before, {"role": "assistant", "content": response}]
 
     @override
     async def ask(self, items: Sequence[Any]) -> list[Verdict]:

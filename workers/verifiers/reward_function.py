@@ -22,15 +22,7 @@ from ...dataflow.registry import imported
 from ..isolation.child import USER_ERRORS, as_reward, as_rewards, failure, reading, verdict
 from ..isolation.pool import OwnThread
 from .pool import VerifierSpec
-from .verifiers import (
-    BUILT_IN,
-    Reference,
-    blame,
-    called,
-    load_verifier,
-    place_of,
-    warm_up,
-)
+from .verifiers import BUILT_IN, Reference, blame, called, load_verifier, place_of, warm_up
 
 GIVEN = ("prompt", "messages", "response", "response_token_ids", "answer", "tokenizer", "step")
 """Parameters that are given besides columns, to a function of one response."""
@@ -345,7 +337,6 @@ def make_reward(
     name = name_of(reward)
     function = load_verifier(reward, options)
     plan = bind(name, function, columns, read_as or {})
-    backend = None
     backend = None
     if tokenizer is not None:
         spec = imported("penstock.workers.models.tokenizer:TokenizerSpec")(**tokenizer)

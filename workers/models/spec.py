@@ -111,6 +111,14 @@ class ModelSpec:
             kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
         return checked_config(kinds)
 
+    @property
+    def kind(self) -> str:
+        """The `model_type`; "" where the config is wrong, as is said where models are looked at."""
+        try:
+            return self.config.model_type
+        except ConfigError:
+            return ""
+
     def check(self, *, scalar_head: bool) -> None:
         """Look at all that can be known of a model without its weights, in milliseconds.
 

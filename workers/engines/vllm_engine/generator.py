@@ -255,10 +255,10 @@ class VllmPolicySpec:
                 "its group to 1, or rollout=torch"
             )
         on_cpu = torch.device(context.device).type == "cpu"
-        if on_cpu and self.model.config.model_type in _NOT_ON_CPU:
+        if on_cpu and self.model.kind in _NOT_ON_CPU:
             raise ConfigError(
                 f"'{context.role}' is to generate with vLLM, which has no kernel on CPUs for the "
-                f"experts of a '{self.model.config.model_type}'\n    set rollout=torch"
+                f"experts of a '{self.model.kind}'\n    set rollout=torch"
             )
         if self.quantization is not None and on_cpu:
             raise ConfigError(

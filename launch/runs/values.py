@@ -48,7 +48,10 @@ def selected(
     there = {key for one in found for key in one.values}
     for key in (*where, *([sort] if sort else ()), *known):
         if found and key not in there:
-            raise ConfigError(f"penstock runs: no run here has a key '{key}'{nearest(key, there)}")
+            raise ConfigError(
+                f"penstock runs: no run here has a key '{key}'{nearest(key, there)}\n"
+                "    penstock runs --help says which options and keys there are"
+            )
 
     def has(one: Figures, key: str, text: str) -> bool:
         return _is(one.values.get(key), text) or (key == "name" and text == one.record.folder.id)

@@ -93,7 +93,10 @@ class DataReport:
             raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
         if self.num_kept == 0:
             named = any("missing field" in reason for reason in self.reasons)
-            columns = ", or name your columns: task.prompt_field, task.answer_field"
+            columns = (
+                ", or name your columns: task.prompt_field and task.answer_field (null if a row has "
+                "no answer), task.messages_field, or task.chosen_field and task.rejected_field"
+            )
             fix = f"fix the rows above{columns if named else ''}"
             raise ConfigError(f"{self}\n    no row is left to use; {fix}")
         if self.num_bad > max_bad_fraction * self.num_rows:

@@ -105,9 +105,11 @@ def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) 
          "takes\n"),
         (["list", "grpo"], "penstock runs list: expected KEY=VALUE, got 'grpo'\n"),
         (["list", "optimizer.rl=1"],
-         "penstock runs: no run here has a key 'optimizer.rl'; did you mean 'optimizer.lr'?\n"),
+         "penstock runs: no run here has a key 'optimizer.rl'; did you mean 'optimizer.lr'?\n"
+         "    penstock runs --help says which options and keys there are\n"),
         (["list", "sort=sead"],
-         "penstock runs: no run here has a key 'sead'; did you mean 'seed'?\n"),
+         "penstock runs: no run here has a key 'sead'; did you mean 'seed'?\n"
+         "    penstock runs --help says which options and keys there are\n"),
         (["list", "show=sead"], "'show': no run here has a key 'sead'; did you mean 'seed'?\n"),
         (["list", "limit=-1"], "'limit': expected a whole number of at least 0, got '-1'\n"),
         (["list", "runs=none"],

@@ -179,7 +179,7 @@ class Data:
     def why_not_scored(self) -> str:
         """Why the task cannot score answers to its problems; "" if it can."""
         try:
-            _ = self.task.verifier
+            _ = self.task.needs_process
         except ConfigError as error:
             return str(error).splitlines()[0]
         return ""

@@ -161,7 +161,7 @@ def _with_data(run: Run, *, converses: bool) -> Run:
         reports += left_out
     if any(stage.worker(role) == "rule" for stage in run.stages for role in stage.roles):
         RuleRewardSpec(task=data.spec, tokenizer=data.tokenizer_spec)
-        _ = data.task.verifier  # asking for it says what is missing
+        _ = data.task.needs_process  # asking for it says what is missing
     for stage in run.stages:
         for role, section in stage.roles.items():
             check_verifiers(stage.worker(role), section.options, data.task)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, nearest
-from ..verifiers.pool import VerifierSpec
 from .task import Task, TaskSpec, WrappedTask, build_task, handed_on
 
 
@@ -80,13 +78,6 @@ class MixtureTask(WrappedTask):
             if part and not suites:
                 found[name] = part
         return found
-
-    @cached_property
-    def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - a task's may raise
-        self,
-    ) -> VerifierSpec | None:
-        """The first that needs a process of its own; None if no task has one."""
-        return next((one for task in self._tasks if (one := task.verifier) is not None), None)
 
     @override
     def scorers(self) -> Sequence[Task]:

@@ -495,13 +495,6 @@ class RowTask(Task):
         verifier = spec.reward if isinstance(spec.reward, str) else ""
         return good_rows(source.rows, given, report, verifier, self._kept), report
 
-    @property
-    def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - it raises only if asked
-        self,
-    ) -> VerifierSpec | None:
-        """The first that needs a process of its own; none does where all are quick and safe."""
-        return next((one for one in self.verifiers().values() if not one.in_process), None)
-
     @override
     def verifiers(self) -> Mapping[str, VerifierSpec]:
         spec = self.spec

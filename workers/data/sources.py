@@ -422,7 +422,7 @@ class PairSource(TaskSource):
         limit = self._max_response_tokens
         if limit is not None and len(self._tokenizer.encode_response(text)) > limit:
             return False
-        if self._task.verifier is not None:
+        if self._task.needs_process:
             return True  # too expensive to ask; it differs from the answer, which must do
         try:
             score = as_score(self._task.score(index, text))
@@ -469,7 +469,7 @@ class ScoredPairSource(PairSource):
         given = self._task.pair_scores(index)
         if given is not None:
             return given
-        if self._explicit or self._task.verifier is not None:
+        if self._explicit or self._task.needs_process:
             return 1.0, 0.0
         try:
             worse = as_score(self._task.score(index, self._made_up_text(index, epoch)))

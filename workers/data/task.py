@@ -282,11 +282,17 @@ class Task:
         return (self.prompt_text(index), response)
 
     def verifiers(self) -> Mapping[str, VerifierSpec]:
-        """Return name -> reward function; empty if `score`, or `verifier`, does it otherwise.
+        """Return name -> reward function; empty if `score` does it.
 
         A name is that of a part of the score, and "" where there is one function alone.
         """
-        return {}
+        return {} if self.verifier is None else {"": self.verifier}
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether one of its reward functions needs a process of its own, being slow or unsafe."""
+        every = [one for task in self.scorers() for one in task.verifiers().values()]
+        return not all(one.in_process for one in every)
 
     def columns(self, index: int) -> Mapping[str, Any]:
         """Return further values of a problem, as JSON, that a reward function may name."""

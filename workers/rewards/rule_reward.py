@@ -200,9 +200,7 @@ class RuleReward(Reward):
 
     def _functions_of(self, task: Task) -> Mapping[str, VerifierSpec]:
         """Return name -> what scores a task's responses; empty if the task does so itself."""
-        if self._functions is not None:
-            return self._functions
-        return task.verifiers() or ({"": task.verifier} if task.verifier is not None else {})
+        return task.verifiers() if self._functions is None else self._functions
 
     def _given(self, one: VerifierSpec) -> dict[str, Any]:
         """Return the arguments with which a function is made, wherever it is."""

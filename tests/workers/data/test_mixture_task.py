@@ -40,6 +40,7 @@ def test_every_problem_is_the_one_of_its_task(tmp_path: Path) -> None:
     assert isinstance(task, Task)
     assert (len(task.train), len(task.held_out)) == (56, 4)
     assert task.suites() == {"a": range(56, 60)}
+    assert task.needs_process  # the second part's reward does
     for index in (*task.train, *task.held_out):
         prompt = task.prompt_text(index)
         assert task.answer_text(index) == prompt[1:]

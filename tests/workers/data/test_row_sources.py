@@ -156,7 +156,7 @@ def test_pairs_and_equal_pairs(tmp_path: Path) -> None:
     assert task.answer_text(0) is None
     assert dict(task.report.reasons) == {"equal pair": 1}
     with pytest.raises(ConfigError) as caught:
-        _ = task.verifier
+        _ = task.needs_process
     assert str(caught.value) == (
         f"reward 'exact_match' compares with the answer, but '{path}' is read without one\n"
         "    set answer_field, or another reward; to answer no held-out problems: "
@@ -175,7 +175,7 @@ def test_a_task_scores_and_imitates(tmp_path: Path) -> None:
     assert task.pair_texts(0) is None
     assert (task.score(0, " 2 "), task.score(0, "It is 2")) == (1.0, 0.0)
     assert task.verifier_call(0, "r") == ("1+1=", "r", "2")
-    assert task.verifier is None
+    assert not task.needs_process
 
 
 def test_held_out_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
@@ -208,15 +208,15 @@ def test_rewards_are_named_for_another_process(tmp_path: Path) -> None:
     task = FileTaskSpec(path=path, reward=mine).build()
     assert task.score(0, "x") == 1 / 3
     read_as = {"prompt": "prompt", "answer": "answer"}
-    assert task.verifier == VerifierSpec(
+    assert task.verifiers()[""] == VerifierSpec(
         factory="penstock.workers.verifiers.reward_function:make_reward",
         arguments={"reward": f"{tmp_path.resolve()}/mine.py:third", "read_as": read_as},
         asks=frozenset({"prompt", "response", "answer"}),
     )
-    assert FileTaskSpec(path=path, reward=mine, reward_in_process=True).build().verifier is None
+    assert task.needs_process
+    assert not FileTaskSpec(path=path, reward=mine, reward_in_process=True).build().needs_process
     task = FileTaskSpec(path=path, reward="math_verify").build()
-    assert task.verifier is not None
-    assert task.verifier.arguments == {"reward": "math_verify", "read_as": read_as}
+    assert task.verifiers()[""].arguments == {"reward": "math_verify", "read_as": read_as}
 
     def quarter(prompt: str, response: str, answer: str | None) -> float:
         return 0.25
@@ -395,21 +395,21 @@ def test_rows_name_their_rewards(tmp_path: Path) -> None:
     task = FileTaskSpec(path=str(write(tmp_path, "a.jsonl", rows)), reward_field="kind").build()
     assert [task.score(index, "1/2") for index in task.train] == [1.0, 1.0]
     assert [task.score(index, "0.5") for index in task.train] == [1.0, 0.0]
-    assert task.verifier is not None
-    made = {"": [task.verifier.factory, dict(task.verifier.arguments)]}
+    verifier = task.verifiers()[""]
+    made = {"": [verifier.factory, dict(verifier.arguments)]}
     spec = VerifierSpec(
         factory="penstock.workers.verifiers.reward_function:RewardFunctions",
         arguments={"functions": made},
     )
     pool = VerifierPool(spec, num_processes=1, time_limit_s=30.0)
     try:
-        facts = [response_facts(task.verifier, task, index, "0.5") for index in task.train]
+        facts = [response_facts(verifier, task, index, "0.5") for index in task.train]
         (found,) = pool.run_rows([RowsCall(["", 0, facts], 2)])
         assert [outcome.score for outcome in found] == [1.0, 0.0]
     finally:
         pool.close()
     plain = FileTaskSpec(path=str(write(tmp_path, "a.jsonl", rows[1:])), reward_field="kind")
-    assert plain.build().verifier is None
+    assert not plain.build().needs_process
 
 
 def test_a_reward_that_is_not_built_in_is_reported(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class AnsweredOtherwise(WrappedTask):
     """All but the way in which they are answered is the other task's."""
 
     def __init__(self, task: Task, way: str) -> None:
-        if task.verifier is not None:
+        if task.needs_process:
             raise ConfigError(
                 f"'task.task': task '{task.task_id}' scores in processes of its own, and an answer "
                 "in a conversation is scored where it is held\n    if the score is quick and safe, "

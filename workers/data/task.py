@@ -94,8 +94,8 @@ class DataReport:
         if self.num_kept == 0:
             named = any("missing field" in reason for reason in self.reasons)
             columns = (
-                ", or name your columns: task.prompt_field and task.answer_field (null if a row has "
-                "no answer), task.messages_field, or task.chosen_field and task.rejected_field"
+                ", or name your columns: task.prompt_field and task.answer_field (null if rows "
+                "have none), task.messages_field, or task.chosen_field and task.rejected_field"
             )
             fix = f"fix the rows above{columns if named else ''}"
             raise ConfigError(f"{self}\n    no row is left to use; {fix}")

@@ -269,8 +269,8 @@ def test_a_file_that_is_mostly_bad_stops_the_run(tmp_path: Path) -> None:
     assert len(FileTaskSpec(path=path, max_bad_fraction=0.7).build().train) == 1
     found = _message(path=path, prompt_field="question")
     assert found.endswith(
-        "fix the rows above, or name your columns: task.prompt_field and task.answer_field (null if "
-        "a row has no answer), task.messages_field, or task.chosen_field and task.rejected_field"
+        "fix the rows above, or name your columns: task.prompt_field and task.answer_field (null "
+        "if rows have none), task.messages_field, or task.chosen_field and task.rejected_field"
     )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.options import FiniteFloat, option_class
 from ...dataflow.registry import imported
 from ..isolation.child import USER_ERRORS
@@ -442,6 +442,13 @@ class RowTask(Task):
             self._verifiers = reward_specs(
                 spec.reward, self._columns, read_as=read_as, in_process=here
             )
+            names = [name for name in self._verifiers if name]  # one function alone has none
+            for part in self.reward_weights if names else ():
+                if not any(part == name or part.startswith(f"{name}.") for name in names):
+                    raise ConfigError(
+                        f"'task.reward_weights': the reward has no part '{part}'"
+                        f"{nearest(part, names)}\n    parts are: {', '.join(names)}"
+                    )
         rows, self.report = self.read(source)
         self.report.check(spec.max_bad_fraction)
         if form:

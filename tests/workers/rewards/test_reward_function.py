@@ -317,6 +317,13 @@ def test_a_weight_of_a_part_that_never_comes_ends_the_run(tmp_path: Path) -> Non
         "weights of the reward name 'log', and none of 64 responses has such a part; did you mean "
         "'long'?\n    parts are: a, long, never"
     )
+    several = {"parts.log": 1.0, "by_token": 1.0}  # the first is known once `parts` has answered
+    with pytest.raises(ConfigError) as before:
+        task_of(tmp_path, named(tmp_path, "parts", "by_tokens"), reward_weights=several).build()
+    assert str(before.value) == (
+        "'task.reward_weights': the reward has no part 'by_token'; did you mean 'by_tokens'?\n"
+        "    parts are: parts, by_tokens"
+    )
 
 
 def test_evaluation_and_imitation_ask_the_same_function(tmp_path: Path) -> None:

@@ -62,11 +62,9 @@ def recognized(spec: Spec, name: str, first: Sequence[Any]) -> tuple[Spec, str]:
             f"'{name}' has the columns {', '.join(values)}, which {len(forms)} forms of rows have"
             f"\n    say which to read: {', or '.join(words)}"
         )
-    return (
-        (replace(options, **forms[0]), f"{name}: read by its columns: {words[0]}")
-        if forms
-        else (spec, "")
-    )
+    if not forms:
+        return spec, ""
+    return replace(options, **forms[0]), f"{name}: read by its columns: {words[0]}"
 
 
 def _forms(values: Mapping[str, Any]) -> list[Form]:

@@ -262,12 +262,13 @@ class RewardFunction:
         }
         args: list[Any] = []
         named: dict[str, Any] = {}
+        may_lack = self._plan.defaults
         for name, source in self._plan.arguments:
             if source in shared:
                 value = shared[source]
             elif self._plan.is_batch:
                 value = [_value(source, row) for row in given]
-            elif _lacks(given, source) and name in self._plan.defaults:
+            elif name in may_lack and source[0] == ":" and source[1:] not in given["columns"]:
                 continue
             else:
                 value = _value(source, given)
@@ -287,10 +288,6 @@ class RewardFunction:
             return await one
 
         return self._thread.submit(self._runner.run, wait(value)).result()
-
-
-def _lacks(row: Mapping[str, Any], source: str) -> bool:
-    return source[0] == ":" and source[1:] not in row["columns"]
 
 
 def _value(source: str, row: Mapping[str, Any]) -> Any:

@@ -15,15 +15,7 @@ from ..dataflow.options import PositiveInt, option_class
 from .losses.preference import KTOLoss, kto_kl
 from .ops.pairs import mismatched
 from .ops.reductions import zero_where_masked_out
-from .roles import (
-    Feedback,
-    FeedbackBatch,
-    PerSample,
-    PerToken,
-    Policy,
-    TokenMask,
-    TrainMetrics,
-)
+from .roles import Feedback, FeedbackBatch, PerSample, PerToken, Policy, TokenMask, TrainMetrics
 
 
 @option_class

@@ -12,15 +12,7 @@ from .losses.preference import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
 from .options import train_on
-from .roles import (
-    PerSample,
-    Policy,
-    Prompts,
-    ReferencePairBatch,
-    Reward,
-    Sampling,
-    TrainMetrics,
-)
+from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, Sampling, TrainMetrics
 
 
 @option_class

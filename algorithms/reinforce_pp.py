@@ -7,13 +7,7 @@ first, and the KL is a k2 term of the loss. Both normalize over all sampled toke
 
 from __future__ import annotations
 
-from ..dataflow.options import (
-    FiniteFloat,
-    Fraction,
-    NonNegativeFloat,
-    PositiveFloat,
-    option_class,
-)
+from ..dataflow.options import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, option_class
 from .losses.tokens import ClippedPolicyLoss, ReferenceKLPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage, whiten
 from .ops.kl import KLEstimator, NoEos, kl_shaped_reward

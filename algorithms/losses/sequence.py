@@ -16,12 +16,7 @@ from torch import Tensor
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import PositiveFloat, option_class
 from ..ops.kl import kl_estimate
-from ..ops.reductions import (
-    aggregation_totals,
-    check_token_columns,
-    unknown,
-    zero_where_masked_out,
-)
+from ..ops.reductions import aggregation_totals, check_token_columns, unknown, zero_where_masked_out
 from ..roles.language_tables import (
     PerSample,
     PerToken,

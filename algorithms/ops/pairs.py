@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language_tables import (
-    PerSample,
-    PromptId,
-    Rollout,
-    ScoredPairs,
-    TokenIds,
-    TokenMask,
-)
+from ..roles.language_tables import PerSample, PromptId, Rollout, ScoredPairs, TokenIds, TokenMask
 from .groups import rows_by_prompt
 from .reductions import unknown
 

@@ -33,14 +33,7 @@ from ..run_dir.files import output_file, write_output
 from ..run_dir.resume import copy_value
 from ..run_dir.stop import visible
 from ..stages.evaluation import evaluate, held_out_losses
-from ..stages.export import (
-    KeptCheckpoint,
-    KeptRun,
-    check_token,
-    kept_run,
-    push_folder,
-    write_model,
-)
+from ..stages.export import KeptCheckpoint, KeptRun, check_token, kept_run, push_folder, write_model
 from ..stages.prepare import check_agents, check_suite_lengths
 from ..stages.report import measured_text
 from ..stages.worker_specs import first_model

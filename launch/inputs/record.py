@@ -17,13 +17,7 @@ from ...algorithms.roles.language import Policy, Sampling
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig, RoleConfig
 from ...configs.validate import check_finite, validated
-from ...dataflow.errors import (
-    ConfigError,
-    FlowError,
-    PenstockError,
-    line_of,
-    one_process,
-)
+from ...dataflow.errors import ConfigError, FlowError, PenstockError, line_of, one_process
 from ...dataflow.graph.check import hints_of
 from ...dataflow.graph.graph import Graph, NodeKind
 from ...dataflow.graph.role import Role

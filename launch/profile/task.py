@@ -48,14 +48,7 @@ from ...workers.envs.task import EnvRowSource, GameRowSource
 from ...workers.verifiers.pool import MOST_PROCESSES
 from ..inputs.run import AUTO, Run, executor_kind
 from ..inputs.sizes import stage_schedule
-from ..placement.acting import (
-    acting_nodes,
-    least_groups,
-    num_groups,
-    rows_of,
-    setting_of,
-    team_of,
-)
+from ..placement.acting import acting_nodes, least_groups, num_groups, rows_of, setting_of, team_of
 from ..placement.machine import machine_name, num_cores
 from ..placement.models import PlanInputs
 from ..placement.place import make_executor

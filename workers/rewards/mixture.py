@@ -26,12 +26,7 @@ from ...dataflow.errors import ConfigError, PenstockError, WorkerError, nearest
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, option_class
 from ...dataflow.runtime.call_context import current_step
-from ...dataflow.runtime.worker_protocol import (
-    WorkerContext,
-    close_workers,
-    drain_metrics,
-    is_spec,
-)
+from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers, drain_metrics, is_spec
 from ..data.sample_files import write_parts
 from ..data.task import Task, TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec

@@ -96,7 +96,6 @@ class OptimizerSpec:
                 f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps or a "
                 "shorter warm-up, or leave optimizer.total_calls at 0 for all calls of the stage"
             )
-
         if (self.schedule == "warmup_stable_decay") != bool(self.decay_calls):
             raise ValueError(
                 f"OptimizerSpec: decay_calls is {self.decay_calls} and schedule '{self.schedule}'; "

@@ -29,12 +29,7 @@ from ....dataflow.errors import ConfigError, PenstockError, WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
-from ...rollout.generation_engine import (
-    BegunRows,
-    EndedRows,
-    GenerationEngine,
-    check_stop,
-)
+from ...rollout.generation_engine import BegunRows, EndedRows, GenerationEngine, check_stop
 from ...rollout.response_sampler import ResponseSampler, TurnSampler
 from ...rollout.sampling import SampleStreams
 from ...training.host_memory import HostCopy, give_back_freed

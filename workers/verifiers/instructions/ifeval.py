@@ -13,16 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .text import (
-    bare,
-    compare,
-    count_keyword,
-    instruction,
-    paragraphs,
-    sentences,
-    tokens,
-    words,
-)
+from .text import bare, compare, count_keyword, instruction, paragraphs, sentences, tokens, words
 
 _SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "LATIN": ("en", "es", "pt", "fr", "de", "it", "pl", "vi", "sw", "fi"),

@@ -17,9 +17,9 @@ from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_ste
 from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
 from penstock.algorithms.roles import (
     Demonstrations,
+    Feedback,
     Policy,
     PolicyOutput,
-    PreferencePairs,
     Prompts,
     Reward,
     RewardModel,
@@ -193,7 +193,7 @@ def test_sft_learns_the_demonstrated_frequencies() -> None:
 
 
 def test_reward_modelling_learns_the_preferred_token() -> None:
-    pairs = PreferencePairs(
+    pairs = Feedback(
         pair_id=torch.tensor([9, 3, 3, 9]),
         tokens=torch.tensor([[1, 3, 0], [1, 2, 0], [1, 3, 0], [1, 4, -1]]),
         mask=torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool(),

@@ -17,6 +17,8 @@ from .pages import ALL, DOCS, Block, blocks, name
 
 WRITING = DOCS / "algorithms" / "writing.md"
 """Its blocks are several files, which `tests/launch/test_writing_page.py` runs."""
+YOUR_OWN = DOCS / "your_own.md"
+"""As well, which `test_your_own.py` runs."""
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -27,7 +29,7 @@ def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language == "python"]
 
 
-PAGES = [page for page in ALL if page != WRITING and python_blocks(page)]
+PAGES = [page for page in ALL if page not in (WRITING, YOUR_OWN) and python_blocks(page)]
 
 
 def test_there_are_pages_with_blocks() -> None:

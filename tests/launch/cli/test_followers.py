@@ -152,7 +152,7 @@ def test_a_refusal_after_an_earlier_stage_does_not_say_how_to_go_on(
 def test_a_kl_that_is_added_and_a_reference_that_moves(penstock: Penstock, tmp_path: Path) -> None:
     """GRPO with the KL gives the bits of `reference_grpo`; a reference that moves gives others."""
     words = (*SMALL[3:], "algorithm.num_steps=3", "algorithm.cfg.sampling.num_samples=16")
-    runs = {
+    runs: dict[str, tuple[str, ...]] = {
         "own": ("algorithm=reference_grpo", "algorithm.cfg.kl_coef=0.5"),
         "added": ("algorithm=grpo", "algorithm.reference.kl_coef=0.5"),
     }

@@ -124,8 +124,8 @@ def test_cfg_job_prints_the_composition(penstock: Penstock) -> None:
 REFUSED = {
     "algorithm.cfg.samplng.num_samples=4": (
         "there is no key 'algorithm.cfg.samplng'; did you mean 'algorithm.cfg.sampling'?\n"
-        "    algorithm.cfg has: sampling, correction, epochs, num_minibatches, divide_by_std, "
-        "std_variance, std_eps, loss"
+        "    algorithm.cfg has: sampling, correction, epochs, num_minibatches, finished_only, "
+        "divide_by_std, std_variance, std_eps, loss"
     ),
     "--cfg job sede=4": "there is no key 'sede'; did you mean 'seed'?\n<any>",
     "task.num_trian=4": (

@@ -95,7 +95,8 @@ def test_a_judge_is_measured_as_it_is_asked(penstock: Penstock) -> None:
     assert (found.at_once, found.most) == (32, None)
     # Of 64 responses 32 are asked for at once, though 16 were at hand to measure with.
     judge = Verifier("reward.score", "reward", found, 64)
-    assert judge.seconds(1, 32, cores=2.0) == pytest.approx(0.4, rel=0.5)
+    # Two turns of 0.2 s, longer on a busy machine; one after the other they take 12.8 s.
+    assert 0.39 < judge.seconds(1, 32, cores=2.0) < 4.0
 
 
 def test_a_plan_has_as_many_processes_as_pay_or_are_given(penstock: Penstock) -> None:

@@ -294,8 +294,7 @@ class PlanInputs:
 
     def _prompts(self) -> Lengths:
         task = self._data.task
-        trained = task.buffered(0) if task.buffer_rows else task.train
-        encoded = self._data.prompts.encode(trained[:_PROMPTS_MEASURED])
+        encoded = self._data.prompts.encode(task.buffered(0)[:_PROMPTS_MEASURED])
         longest = self._run.config.task.max_prompt_tokens or math.inf
         # A text to imitate as a whole has no prompt but its first token.
         counts = Counter(len(tokens) or 1 for tokens in encoded if not isinstance(tokens, BadRow))

@@ -244,7 +244,7 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def in_whole_batches(graph: Graph, roles: Collection[str]) -> Graph:
-    """The same graph with one call for all responses that these rewards score in a step."""
+    """Return the graph with these rewards called once in a step, with all of its responses."""
     nodes = (
         replace(node, scope="batch") if node.role in roles and node.method == "score" else node
         for node in graph.nodes

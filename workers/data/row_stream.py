@@ -53,7 +53,7 @@ class StreamedRowTask(RowTask):
         self.held_out = range(_FIRST_HELD_OUT, _FIRST_HELD_OUT + len(evaluated))
         self.report.notes[
             f"{name}: a stream, of which {self.buffer_rows} rows at a time are read and shuffled; "
-            "what is said of its rows is of the first of them"
+            "checks and lengths are those of the first"
         ] = 0
 
     @override

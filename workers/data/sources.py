@@ -411,8 +411,7 @@ class PairSource(TaskSource):
     def _made_up_text(self, index: int, epoch: int) -> str:
         rng = random.Random(f"{self._seed}/{epoch}/{index}")
         answer = self._task.answer_text(index) or ""
-        others = self._task.listed if self._task.buffer_rows else self._task.train
-        other = self._task.answer_text(rng.choice(others)) or ""
+        other = self._task.answer_text(rng.choice(self._task.buffered(0))) or ""
         return wrong_answer(answer, other, rng, lambda made: self._is_wrong(index, made))
 
     @one_process()

@@ -254,14 +254,13 @@ class Task:
         return None
 
     def buffered(self, number: int) -> Sequence[int]:
-        """Return the problems of one buffer of a stream, of which there is no end."""
-        raise NotImplementedError
+        """Return the training problems of one buffer; a task that is no stream has one of all."""
+        return self.train
 
     @property
     def listed(self) -> Sequence[int]:
         """Problems to look at for what is true of all: all of them, or a stream's first ones."""
-        train = self.buffered(0) if self.buffer_rows else self.train
-        return (*train, *self.held_out)
+        return (*self.buffered(0), *self.held_out)
 
     def suites(self) -> Mapping[str, Sequence[int]]:
         """Return name -> held-out problems, of kinds that are evaluated apart."""
@@ -374,7 +373,7 @@ class WrappedTask(Task):
         return self._task, index
 
     def buffered(self, number: int) -> Sequence[int]:
-        return self._task.buffered(number)
+        return self._task.buffered(number) if self.buffer_rows else self.train
 
     prompt_text = handed_on(Task.prompt_text)
     messages = handed_on(Task.messages)

@@ -375,7 +375,10 @@ class _Dropped(nn.Module):
         self._salt = _hashed(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same with numbers left out: x f[..., D], of tokens that `keys` are of."""
+        """Return `x`, f[..., D], with a share of its numbers 0 and the others scaled up.
+
+        Which are 0 follows from each token's entry in `keys`, not from the batch that it is in.
+        """
         if self.state.keys is None:
             return x
         column = torch.arange(x.shape[-1], device=x.device) * _ODD + self._salt

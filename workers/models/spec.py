@@ -218,7 +218,7 @@ class Head:
     zero_init: bool = False
     # Most labels of a score's saved head: of two, the second less the first is read
     labels: int = 1
-    # Of a language model's head, the words for right and for wrong, whose rows are read likewise
+    # Words for right and for wrong: the score is the logit of the first less that of the second
     words: tuple[str, ...] = ()
 
     @property

@@ -231,7 +231,7 @@ class VerifierPool:
 
 
 def _fits(value: Any) -> bool:
-    """Return whether a reply is a score, or what is said of each of several responses."""
+    """Return whether a reply is a score, or a list with a score or an error for each response."""
     return all(map(_is_said, value)) if isinstance(value, list) else _is_score(value)  # pyright: ignore[reportUnknownArgumentType]
 
 
